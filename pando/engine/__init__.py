@@ -1,0 +1,1 @@
+"""Time: requests, the schedule, a step."""

@@ -1,0 +1,142 @@
+"""What is asked, what is answered, and how a token is chosen: values only."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import InvalidSampling
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MAX_N = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names and defaults follow vLLM's offline API."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: as many as the context holds
+    min_tokens: int = 0
+    logprobs: int | None = None  # that many alternatives beside the chosen token
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, MAX_N)
+        _real("temperature", self.temperature, 0, 100)
+        if not 0 < _real("top_p", self.top_p, 0, 1):
+            raise InvalidSampling("top_p is 0, which leaves no token to choose; use a value in (0, 1], or temperature=0 for the likeliest token")
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _real("min_p", self.min_p, 0, 1)
+        if not 0 < _real("repetition_penalty", self.repetition_penalty, 0, 100):
+            raise InvalidSampling("repetition_penalty is 0; use a value above 0, where 1 means no penalty")
+        _real("presence_penalty", self.presence_penalty, -2, 2)
+        _real("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidSampling(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower it to at most {self.max_tokens}")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        if len(self.stops) > MAX_STOPS:
+            raise InvalidSampling(f"{len(self.stops)} stop strings; at most {MAX_STOPS} are allowed")
+        for stop in self.stops:
+            if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARS:
+                raise InvalidSampling(f"a stop must be a string of 1 to {MAX_STOP_CHARS} characters; found {str(stop)[:40]!r}")
+        for token in self.stop_token_ids or ():
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidSampling(f"{len(self.logit_bias)} entries in logit_bias; at most {MAX_BIASES} are allowed")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias token", token, 0, 2**31 - 1)
+            _real(f"logit_bias of token {token}", bias, -100, 100)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+def _real(name: str, value: float, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidSampling(f"{name} is {value!r}; it must be a number from {low} to {high}")
+    return value
+
+
+def _whole(name: str, value: int, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidSampling(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    return value
+
+
+@dataclass(frozen=True)
+class Logprob:
+    logprob: float
+    rank: int  # 1 is the likeliest
+    decoded_token: str = ""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of one answer. `text` is what became readable with it: never half a character, never part of a stop string."""
+
+    request_id: str
+    index: int
+    token: int
+    text: str
+    logprobs: Mapping[int, Logprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class CompletionOutput:
+    """One answer to a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A request with all of its answers; the shape of vLLM's class of that name."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    finished: bool = False

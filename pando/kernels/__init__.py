@@ -1,0 +1,1 @@
+"""Tensor maths: imports nothing else of Pando."""

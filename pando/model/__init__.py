@@ -1,0 +1,1 @@
+"""One decoder, and where its weights and tokens come from."""
