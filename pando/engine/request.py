@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..errors import InvalidSampling
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]  # error: the model answered no number that a token could be chosen by
 
 MAX_N = 128
 MAX_STOPS = 64
@@ -97,6 +97,15 @@ def _whole(name: str, value: int, low: int, high: int) -> int:
 
 
 @dataclass(frozen=True)
+class Request:
+    request_id: str
+    prompt: Sequence[int]  # tokens
+    params: SamplingParams
+    salt: bytes = b""  # tenants with different salts share nothing
+    score: bool = False  # wanted: the logprob of each prompt token after the first, which rules out reuse
+
+
+@dataclass(frozen=True)
 class Logprob:
     logprob: float
     rank: int  # 1 is the likeliest
@@ -115,6 +124,8 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    prompt_logprobs: Sequence[float] | None = None  # of the tokens after the first, where the request asked for them
 
 
 @dataclass

@@ -54,7 +54,7 @@ def _yarn(freqs: Tensor, dim: int, theta: float, number: Mapping[str, float]) ->
     if number.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
     scaled = freqs * (1 - ramp) + freqs / factor * ramp
     return scaled, _yarn_factor(factor, number)
 

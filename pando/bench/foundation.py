@@ -1,0 +1,82 @@
+"""What the foundation promises, measured: `pando bench`."""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import InvalidOption
+from . import cases
+from .baseline import library, write_random_model
+from .measure import Result, as_json, machine, table
+from .workloads import DATA_VARIABLE, gather
+
+CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
+    "greedy": cases.greedy_text,
+    "perplexity": cases.perplexity,
+    "decode": cases.decode_alone,
+    "shared": cases.decode_shared,
+    "first": cases.first_token,
+    "pages": cases.pages_in_use,
+}
+NEEDS_REAL_WEIGHTS = ("greedy", "perplexity")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors look like every other error of Pando."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidOption(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    names = [name for name in arguments.only or CASES if not (arguments.random_weights and name in NEEDS_REAL_WEIGHTS)]
+    if not names:
+        raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")
+    library().logging.set_verbosity_error()
+    library().logging.disable_progress_bar()
+    with ExitStack() as stack:
+        model = arguments.model
+        if arguments.random_weights:
+            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-bench-"))
+            write_random_model(Path(model))
+        setting = cases.prepare(model, gather(arguments.text, arguments.data, os.environ), _size(arguments), arguments.threads)
+        facts = machine(arguments.threads, " ".join(["pando bench", *argv]))
+        facts |= {"model": "random weights" if arguments.random_weights else model} | setting.facts()
+        print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+        results: list[Result] = []
+        for name in names:
+            print(f"\nmeasuring {name} ...", flush=True)
+            results += CASES[name](setting)
+    print("\n" + table(results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _size(arguments: argparse.Namespace) -> cases.Size:
+    size = cases.QUICK if arguments.quick else cases.FULL
+    tokens = None if arguments.full else arguments.ppl_tokens or size.scored_tokens
+    return cases.Size(**{**vars(size), "scored_tokens": tokens, "repeats": arguments.repeats or size.repeats})
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="pando bench", description="Measure Pando beside transformers, in one process and on the same weights.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--model", default="smollm2-135m", help="a Llama model by name, directory or file (smollm2-135m)")
+    parser.add_argument("--random-weights", action="store_true", help="a model of that shape with random weights; needs no file or network")
+    parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: to see that it runs; the numbers mean little")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")
+    parser.add_argument("--threads", type=int, default=cores, metavar="N", help="CPU threads for both sides (the cores at hand)")
+    parser.add_argument("--ppl-tokens", type=int, metavar="N", help=f"tokens scored for perplexity ({cases.FULL.scored_tokens})")
+    parser.add_argument("--full", action="store_true", help="score the whole text for perplexity")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the shared prefix is cut from")
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder of texts and dialogues; also {DATA_VARIABLE}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    return parser

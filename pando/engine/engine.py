@@ -1,0 +1,215 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
+from ..kv.pages import Pages
+from ..kv.pool import PagePool
+from ..kv.segment import root_key
+from ..kv.tree import PrefixTree
+from ..model.load import Model, free_memory
+from .answer import Answer
+from .batch import Batcher
+from .request import Request, TokenEvent
+from .sampler import Chosen, Sampler, check
+from .scheduler import Row, Schedule, Scheduler
+
+POOL_CONTEXTS = 8  # full contexts that the pool holds by default, memory permitting
+POOL_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the free memory, at most
+
+
+@dataclass(frozen=True)
+class Stats:
+    steps: int
+    plans: int
+    preemptions: int
+    pages: int
+    pages_in_use: int  # by rows and by the tree
+    pages_cached: int  # by the tree
+    running: int
+    waiting: int
+
+
+class Engine:
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self.model = model
+        self.max_len = _context(model, config)
+        facts = model.config
+        self.pages = Pages(_page_count(model, config, self.max_len), config.page_size)
+        self.tree = PrefixTree(config.page_size)
+        self.pool = PagePool(
+            self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=model.device
+        )
+        self.scheduler = Scheduler(
+            self.pages, self.tree, max_rows=config.max_num_seqs, budget=config.max_num_batched_tokens, reuse=config.prefix_caching
+        )
+        self.batcher = Batcher(
+            model.decoder.geometry, config.page_size, model.device, use_reference=config.attention == "reference" or model.device.type != "cpu"
+        )
+        self.sampler = Sampler(facts.vocab_size, model.device)
+        self.answers: dict[Row, Answer] = {}
+        self.steps = 0
+        self._seeds = random.Random(config.seed)
+
+    # ---- requests
+
+    def add(self, request: Request) -> None:
+        """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
+        params, prompt = request.params, list(request.prompt)
+        self._check_prompt(prompt)
+        check(params, self.model.config.vocab_size)
+        last = self._last(prompt, params.max_tokens)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        root = root_key(self.model.digest, request.salt)
+        eos = self.model.tokenizer.eos
+        rows = [
+            Row(request.request_id, index, prompt, params, seed + index, root, last, blocked=(*eos, *(params.stop_token_ids or ())))
+            for index in range(params.n)
+        ]
+        for row in rows:
+            row.scored = [] if request.score else None
+            self.answers[row] = Answer(row, self.model.tokenizer, eos)
+        self.scheduler.add(rows)
+
+    def cancel(self, request_id: str) -> None:
+        """Drops a request's rows; what they computed stays in the tree."""
+        for row in [row for row in self.answers if row.request_id == request_id]:
+            self._end(row)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.answers)
+
+    # ---- a step
+
+    def step(self) -> list[TokenEvent]:
+        schedule = self.scheduler.next()
+        logits = self._forward(schedule)
+        chosen = self._sample(schedule, logits)
+        return self._settle(schedule, chosen)
+
+    def _forward(self, schedule: Schedule) -> Tensor:
+        for copy in schedule.copies:
+            self.pool.copy(copy.source, copy.target, copy.tokens)
+        if not schedule.rows:
+            return torch.empty(0, self.model.config.vocab_size)
+        return self.model.decoder.forward(self.batcher.step(schedule), self.pool)
+
+    def _sample(self, schedule: Schedule, logits: Tensor) -> dict[Row, Chosen]:
+        """The rows that have caught up get their next token."""
+        ready, places, place = [], [], 0
+        for row, count in zip(schedule.rows, schedule.counts, strict=True):
+            caught_up = row.computed + count == len(row.tokens)
+            if row.scored is not None:
+                _score(row, count, logits[place : place + count])
+                place += count
+            elif caught_up:
+                place += 1
+            if caught_up:
+                ready.append(row)
+                places.append(place - 1)
+        if len(places) < len(logits):
+            logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+        return dict(zip(ready, self.sampler.sample(logits, ready), strict=True))
+
+    def _settle(self, schedule: Schedule, chosen: dict[Row, Chosen]) -> list[TokenEvent]:
+        self.steps += 1
+        self.scheduler.settle(schedule)
+        events = [self.answers[row].take(token) for row, token in chosen.items()]
+        for row, event in zip(chosen, events, strict=True):
+            if event.finish_reason is not None:
+                self._end(row)
+        return events
+
+    def _end(self, row: Row) -> None:
+        self.scheduler.remove(row)
+        self.sampler.forget(row)
+        del self.answers[row]
+
+    # ---- facts
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.pages.count - self.pages.free
+
+    def stats(self) -> Stats:
+        scheduler = self.scheduler
+        return Stats(
+            steps=self.steps,
+            plans=self.batcher.plans_made,
+            preemptions=scheduler.preemptions,
+            pages=self.pages.count,
+            pages_in_use=self.pages_in_use,
+            pages_cached=self.tree.pages,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+        )
+
+    def clear_cache(self) -> None:
+        """Forgets whatever no running request needs."""
+        self.pages.give(self.tree.clear())
+
+    # ---- checks
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InvalidPrompt("the prompt is empty; it needs at least one token")
+        vocab = self.model.config.vocab_size
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise InvalidPrompt(f"{token!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
+        if len(prompt) >= self.max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.max_len}, one of them for the answer; "
+                f"shorten the prompt by {len(prompt) - self.max_len + 1} tokens"
+            )
+
+    def _last(self, prompt: Sequence[int], max_tokens: int | None) -> int:
+        """How long prompt and answer may become together."""
+        slots = self.pages.count * self.pages.page_size
+        last = self.max_len if max_tokens is None else min(self.max_len, len(prompt) + max_tokens)
+        if max_tokens is None and len(prompt) < slots:
+            return min(last, slots)
+        if last > slots:
+            raise PoolTooSmall(
+                f"the request may need {last} tokens of KV cache and the pool has {slots}; "
+                f"raise kv_cache_tokens to at least {last}, or lower max_tokens"
+            )
+        return last
+
+
+def _score(row: Row, count: int, logits: Tensor) -> None:
+    """The logprob of the token that follows each of the computed ones in the prompt."""
+    assert row.scored is not None
+    following = row.tokens[row.computed + 1 : row.computed + count + 1]
+    if following:
+        scores = logits[: len(following)].log_softmax(-1)
+        row.scored += scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()
+
+
+def _context(model: Model, config: EngineConfig) -> int:
+    native = model.config.max_positions
+    if config.max_model_len is None:
+        return native
+    if config.max_model_len > native:
+        raise InvalidOption(f"max_model_len is {config.max_model_len} and the model was made for {native}; use at most {native}")
+    return config.max_model_len
+
+
+def _page_count(model: Model, config: EngineConfig, context: int) -> int:
+    if config.kv_cache_tokens is not None:
+        return config.kv_cache_tokens // config.page_size
+    facts = model.config
+    size = PagePool.page_bytes(config.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.dtype)
+    affordable = int(free_memory(model.device) * POOL_SHARE[model.device.type]) // size
+    wanted = -(-POOL_CONTEXTS * context // config.page_size)
+    count = affordable if model.device.type == "cuda" else min(affordable, wanted)
+    if count < 1:
+        raise InvalidOption("there is no memory for a KV cache; free some, or choose a smaller model or dtype")
+    return count

@@ -1,0 +1,273 @@
+"""From the logits of a step to its tokens, all rows at once.
+
+The order is that of vLLM: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, draw. What a row needs is worked out when
+the batch changes, not at every step; rows that need nothing special cost one maximum.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import InvalidSampling
+from .draw import SHORTLIST, draw_listed, draw_whole, scores, shortlist, uniforms
+from .request import SamplingParams
+
+NO_TOKEN = -1
+
+
+class Choice(Protocol):
+    """What the sampler must know of a row."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...  # resolved: the user's, or one drawn at submission
+    @property
+    def prompt(self) -> Sequence[int]: ...
+    @property
+    def output(self) -> Sequence[int]: ...
+    @property
+    def blocked(self) -> Sequence[int]: ...  # ids that may not be chosen while the output is shorter than min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`token` is NO_TOKEN when none could be chosen: a logit was NaN or +inf, or every one was -inf.
+
+    Logprobs are those of the model's own logits, before penalties and temperature. `top` holds (id, logprob, rank): the chosen token,
+    then the likeliest others.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float, int]] | None = None
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is kept of a row from step to step. Holding the row keeps its id from naming another."""
+
+    row: Choice
+    slot: int | None  # in the counts, when it has penalties
+    counted: int  # output tokens already in them
+    bias_ids: Tensor
+    biases: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Random:
+    """The rows that draw. top_p is inf where it keeps all, since a sum of fp32 may never reach 1."""
+
+    members: tuple[int, ...]
+    rows: Tensor
+    seeds: np.ndarray
+    temperature: Tensor
+    floor: Tensor  # min_p, as a distance below the largest logit
+    top_k: Tensor
+    top_p: Tensor
+    whole: Tensor  # places among the rows that draw: those without top_k and top_p
+    cut: Tensor
+    has_floor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Who needs what in this batch; index tensors on the device."""
+
+    members: tuple[Choice, ...]
+    biased: tuple[int, ...]
+    held: tuple[int, ...]  # min_tokens
+    penalised: tuple[int, ...]
+    penalised_at: Tensor
+    penalties: Tensor  # [3, n, 1]: repetition, presence, frequency
+    scored: tuple[int, ...]  # logprobs
+    scored_at: Tensor
+    random: _Random | None
+
+
+def check(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses, before a request is admitted, what only the vocabulary can rule out."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids or ())):
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise InvalidSampling(f"{name} names token {largest} of a vocabulary of {vocab_size}; use ids from 0 to {vocab_size - 1}")
+
+
+class Sampler:
+    """Chooses tokens. Keeps token counts for rows with penalties: call `forget` when a row ends."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._memory: dict[int, _Memory] = {}
+        self._groups: _Groups | None = None
+        self._free: list[int] = []
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [slots, V]
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # [slots, V], of the output
+
+    def sample(self, logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:
+        """One token per row from logits, fp32 [N, V], which may be overwritten."""
+        if not rows:
+            return []
+        groups = self._group(rows)
+        raw = _take(logits, groups.scored_at).log_softmax(-1) if groups.scored else None
+        self._bias(logits, groups)
+        _hold(logits, groups)
+        self._penalise(logits, groups)
+        best, tokens = logits.max(dim=-1)
+        if groups.random is not None:
+            drawn = self._draw(logits, best, groups.random, groups.members)
+            tokens[groups.random.rows] = drawn
+        tokens = torch.where(best.isfinite(), tokens, NO_TOKEN)
+        chosen = [Chosen(token) for token in tokens.tolist()]
+        if raw is not None:
+            scored = scores(raw, tokens[groups.scored_at], [rows[i].params.logprobs or 0 for i in groups.scored])
+            for i, (logprob, top) in zip(groups.scored, scored, strict=True):
+                if chosen[i].token != NO_TOKEN:
+                    chosen[i] = Chosen(chosen[i].token, logprob, top)
+        return chosen
+
+    def forget(self, row: Choice) -> None:
+        """Drops what is kept of a row that has ended; a row never seen is no error."""
+        self._groups = None
+        memory = self._memory.pop(id(row), None)
+        if memory is not None and memory.slot is not None:
+            self._free.append(memory.slot)
+
+    def _group(self, rows: Sequence[Choice]) -> _Groups:
+        last = self._groups
+        if last is not None and len(last.members) == len(rows) and all(map(is_, rows, last.members)):
+            return last
+        params = [row.params for row in rows]
+        penalised = [i for i, p in enumerate(params) if _penalised(p)]
+        scored = [i for i, p in enumerate(params) if p.logprobs is not None]
+        numbers = [[params[i].repetition_penalty, params[i].presence_penalty, params[i].frequency_penalty] for i in penalised]
+        self._groups = _Groups(
+            members=tuple(rows),
+            biased=tuple(i for i, p in enumerate(params) if p.logit_bias),
+            held=tuple(i for i, p in enumerate(params) if p.min_tokens),
+            penalised=tuple(penalised),
+            penalised_at=self._places(penalised),
+            penalties=torch.tensor(numbers, dtype=torch.float32, device=self.device).reshape(-1, 3).T[:, :, None],
+            scored=tuple(scored),
+            scored_at=self._places(scored),
+            random=self._random(rows, [i for i, p in enumerate(params) if not p.greedy]),
+        )
+        return self._groups
+
+    def _random(self, rows: Sequence[Choice], drawing: list[int]) -> _Random | None:
+        if not drawing:
+            return None
+        params = [rows[i].params for i in drawing]
+        ceilings = [min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params]
+        whole = [ceiling == self.vocab_size and p.top_p >= 1 for p, ceiling in zip(params, ceilings, strict=True)]
+        return _Random(
+            members=tuple(drawing),
+            rows=self._places(drawing),
+            seeds=np.array([rows[i].seed & (2**64 - 1) for i in drawing], dtype=np.uint64),
+            temperature=self._numbers([p.temperature for p in params], torch.float32),
+            floor=self._numbers([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
+            top_k=torch.tensor(ceilings, device=self.device),
+            top_p=self._numbers([p.top_p if p.top_p < 1 else math.inf for p in params], torch.float64),
+            whole=self._places([j for j, keeps_all in enumerate(whole) if keeps_all]),
+            cut=self._places([j for j, keeps_all in enumerate(whole) if not keeps_all]),
+            has_floor=any(p.min_p > 0 for p in params),
+        )
+
+    def _places(self, places: list[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
+
+    def _numbers(self, numbers: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=self.device)
+
+    def _recall(self, row: Choice) -> _Memory:
+        memory = self._memory.get(id(row))
+        if memory is None:
+            bias = row.params.logit_bias
+            slot = self._new_slot(row.prompt) if _penalised(row.params) else None
+            memory = _Memory(row, slot, 0, self._places(list(bias)), self._numbers(list(bias.values()), torch.float32))
+            self._memory[id(row)] = memory
+        return memory
+
+    def _new_slot(self, prompt: Sequence[int]) -> int:
+        if not self._free:
+            held = len(self._counts)
+            more = max(4, held)
+            self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(more, self.vocab_size)))
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(more, self.vocab_size)))
+            self._free = list(range(held, held + more))
+        slot = self._free.pop()
+        self._counts[slot] = 0
+        self._in_prompt[slot] = False
+        self._in_prompt[slot, self._places(list(prompt))] = True
+        return slot
+
+    def _bias(self, logits: Tensor, groups: _Groups) -> None:
+        if not groups.biased:
+            return
+        memories = [self._recall(groups.members[i]) for i in groups.biased]
+        at = [i for i, memory in zip(groups.biased, memories, strict=True) for _ in range(len(memory.bias_ids))]
+        ids = torch.cat([memory.bias_ids for memory in memories])
+        logits.index_put_((self._places(at), ids), torch.cat([memory.biases for memory in memories]), accumulate=True)
+
+    def _penalise(self, logits: Tensor, groups: _Groups) -> None:
+        if not groups.penalised:
+            return
+        slots: list[int] = []
+        at: list[int] = []
+        ids: list[int] = []
+        for i in groups.penalised:
+            memory = self._recall(groups.members[i])
+            assert memory.slot is not None
+            new = groups.members[i].output[memory.counted :]
+            memory.counted += len(new)
+            slots.append(memory.slot)
+            at += [memory.slot] * len(new)
+            ids += new
+        self._counts.index_put_((self._places(at), self._places(ids)), torch.ones(len(at), device=self.device), accumulate=True)
+        counts = self._counts[self._places(slots)]  # [n, V]
+        said = counts > 0
+        repetition, presence, frequency = groups.penalties
+        x = _take(logits, groups.penalised_at)
+        x = torch.where(said | self._in_prompt[self._places(slots)], torch.where(x > 0, x / repetition, x * repetition), x)
+        logits[groups.penalised_at] = x - frequency * counts - presence * said
+
+    def _draw(self, logits: Tensor, best: Tensor, random: _Random, members: tuple[Choice, ...]) -> Tensor:
+        positions = np.array([len(members[i].output) for i in random.members])
+        chance = torch.from_numpy(uniforms(random.seeds, positions)).to(self.device)
+        x = _take(logits, random.rows)
+        x = x.sub_(best[random.rows, None]).div_(random.temperature[:, None])  # the largest is 0
+        tokens = torch.empty_like(random.rows)
+        if len(random.whole):
+            floor = random.floor[random.whole] if random.has_floor else None
+            tokens[random.whole] = draw_whole(_take(x, random.whole), floor, chance[random.whole])
+        cut, width = random.cut, min(SHORTLIST, self.vocab_size)
+        while len(cut):
+            ids, sums, kept, settled = shortlist(_take(x, cut), random.floor[cut], random.top_k[cut], random.top_p[cut], width)
+            tokens[cut] = draw_listed(ids, sums, kept, chance[cut])
+            cut, width = cut[~settled], self.vocab_size
+        return tokens
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows asked for; x itself, not a copy, when they are all. Rows are in order and never twice."""
+    return x if len(rows) == len(x) else x[rows]
+
+
+def _hold(logits: Tensor, groups: _Groups) -> None:
+    """Rules out the ends of an answer that is still shorter than its min_tokens."""
+    short = [i for i in groups.held if len(groups.members[i].output) < groups.members[i].params.min_tokens]
+    pairs = [(i, token) for i in short for token in groups.members[i].blocked]
+    if pairs:
+        at, ids = torch.tensor(pairs, device=logits.device).T
+        logits[at, ids] = -math.inf

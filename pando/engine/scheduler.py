@@ -1,0 +1,283 @@
+"""Which tokens are computed in the next step, and where their K and V go.
+
+There are no phases: every running row has tokens to catch up with, one when it decodes, many when it is new. Rows that decode come first,
+then the others share what is left of the step's budget, then waiting rows are admitted in the order of their arrival.
+
+It cannot get stuck: a request that does not fit the pool alone is refused before it comes here, and a row that lacks a page may take it
+from the cache, then from the row that arrived last. A row that loses its pages hands what it has computed to the tree and waits at the
+front; its tokens are never lost, and its states only if someone needed the room.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..kv.pages import Pages
+from ..kv.plan import RowView
+from ..kv.segment import Key, Placement, extend_keys, shared_length
+from ..kv.tree import PrefixTree, Stem
+from .request import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One answer being made: its tokens, and while it runs, its place in the tree and its pages."""
+
+    request_id: str
+    index: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    root: Key
+    last: int  # the most tokens it may come to
+    blocked: Sequence[int] = ()  # tokens it may not choose before min_tokens
+    output: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    keys: list[Key] = field(default_factory=list)  # of its full pages, as far as they were needed
+    arrival: int = 0
+    stem: Stem | None = None  # the deepest on its path; pinned
+    pages: list[int] = field(default_factory=list)  # all of them, the tree's first
+    settled: int = 0  # tokens whose pages are the tree's
+    computed: int = 0  # tokens whose K and V are in the pool
+    cached: int | None = None  # prompt tokens that were there when it was first admitted
+    scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def behind(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def view(self, page_size: int) -> RowView:
+        placements = [Placement(segment) for segment in self.stem.path()] if self.stem else []
+        return RowView(placements, tuple(self.pages[self.settled // page_size :]), self.settled)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The first tokens of a page, into another."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    rows: list[Row]
+    counts: list[int]  # tokens each computes
+    copies: list[Copy]  # before anything is computed, in this order
+    changed: bool  # rows or pages differ from the step before, or rows compute more than their next token
+
+
+class Scheduler:
+    def __init__(self, pages: Pages, tree: PrefixTree, *, max_rows: int, budget: int, reuse: bool = True) -> None:
+        self.pages = pages
+        self.tree = tree
+        self.max_rows = max_rows
+        self.budget = budget
+        self.reuse = reuse
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []  # in the order of arrival
+        self.preemptions = 0
+        self._now = 0
+        self._arrivals = 0
+        self._changed = True
+        self._shape: list[tuple[int, int]] = []
+
+    # ---- requests come and go
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._arrivals += 1
+            row.arrival = self._arrivals
+            self.waiting.append(row)
+
+    def remove(self, row: Row) -> None:
+        """A row that is finished or no longer wanted; what it computed stays in the tree."""
+        if row in self.running:
+            self.running.remove(row)
+            self._release(row)
+        elif row in self.waiting:
+            self.waiting.remove(row)
+
+    # ---- a step
+
+    def next(self) -> Schedule:
+        self._now += 1
+        copies: list[Copy] = []
+        counts: dict[Row, int] = {}
+        budget, pressed = self.budget, False
+        for row in sorted(self.running, key=lambda row: row.behind > 1):
+            count = min(row.behind, budget)
+            if count and row in self.running:
+                pressed = not self._make_room(row, row.computed + count) or pressed
+                if row in self.running:
+                    counts[row] = count
+                    budget -= count
+        counts = {row: count for row, count in counts.items() if row in self.running}
+        if not pressed:
+            self._admit(budget, counts, copies)
+        rows = [row for row in self.running if row in counts]
+        shape = [(id(row), counts[row]) for row in rows]
+        changed = self._changed or shape != self._shape or any(count > 1 for count in counts.values())
+        self._changed, self._shape = False, shape
+        return Schedule(rows, [counts[row] for row in rows], copies, changed)
+
+    def settle(self, schedule: Schedule) -> None:
+        """What was computed belongs to the row; pages that are full now belong to the tree."""
+        for row, count in zip(schedule.rows, schedule.counts, strict=True):
+            row.computed += count
+            if self.reuse and row.computed - row.settled >= self.pages.page_size:
+                self._hand_over(row)
+
+    def _admit(self, budget: int, counts: dict[Row, int], copies: list[Copy]) -> None:
+        skipped: list[Row] = []
+        while budget and self.waiting and len(self.running) < self.max_rows and len(skipped) < self.max_rows:
+            row = self.waiting.popleft()
+            if self._is_held(row):
+                skipped.append(row)
+                continue
+            if not self._place(row, copies):
+                self.waiting.appendleft(row)
+                break
+            counts[row] = min(row.behind, budget)
+            budget -= counts[row]
+        self.waiting.extendleft(reversed(skipped))
+
+    def _is_held(self, row: Row) -> bool:
+        """Is a running row computing the beginning of this one? Then it is worth waiting for: the same states are not computed twice."""
+        if not self.reuse:
+            return False
+        self._extend_keys(row)
+        for other in self.running:
+            if other.behind > 1 and other.root == row.root:
+                common = self._common(row, other)
+                if other.computed < common:
+                    return True
+        return False
+
+    def _common(self, row: Row, other: Row) -> int:
+        """How many of a row's first tokens another has too, less the last, which must be computed to be answered."""
+        self._extend_keys(other)
+        low, high = 0, min(len(row.keys), len(other.keys))
+        while low < high:  # keys are chained: one that is equal makes all before it equal
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if row.keys[middle - 1] == other.keys[middle - 1] else (low, middle - 1)
+        start, stop = low * self.pages.page_size, (low + 1) * self.pages.page_size
+        return min(start + shared_length(row.tokens[start:stop], other.tokens[start:stop]), len(row.tokens) - 1)
+
+    def _place(self, row: Row, copies: list[Copy]) -> bool:
+        """Finds what is known of a row, and room for the rest of its tokens; says whether it runs now."""
+        limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
+        self._extend_keys(row)
+        match = self.tree.match(row.root, row.keys, row.tokens, limit, self._now)
+        self.tree.pin(match.stem)
+        missing = self.pages.needed(len(row.tokens) + 1) - match.stem.end // self.pages.page_size
+        if not self._free(missing, spare=len(self.running)):  # a page for each running row, or it would soon be preempted again
+            self.tree.unpin(match.stem)
+            return False
+        row.stem = match.stem
+        row.pages = [page for segment in match.stem.path() for page in segment.pages]
+        row.settled = row.computed = match.stem.end
+        self._grow(row, len(row.tokens) + 1)
+        tokens, source = max((match.tokens, match.page or 0), self._ahead(row, limit))
+        if tokens:
+            copies.append(Copy(source, row.pages[row.settled // self.pages.page_size], tokens))
+            row.computed += tokens
+        if row.cached is None:
+            row.cached = row.computed
+        self.running.append(row)
+        self.running.sort(key=lambda row: row.arrival)
+        self._changed = True
+        return True
+
+    def _ahead(self, row: Row, limit: int) -> tuple[int, int]:
+        """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
+        own, best = row.tokens[row.settled : limit], (0, 0)
+        for other in self.running:
+            if other.stem is row.stem and other.computed > other.settled:
+                same = shared_length(own, other.tokens[other.settled : other.computed])
+                best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
+        return best
+
+    # ---- pages
+
+    def _make_room(self, row: Row, tokens: int) -> bool:
+        """Gives a row pages for so many tokens; says whether no other row had to stop for it. The row itself may be the one that stops."""
+        alone = True
+        missing = self.pages.needed(tokens) - len(row.pages)
+        while missing > 0 and not self._free(missing):
+            alone = False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is row:
+                return False
+        self._grow(row, tokens)
+        return alone
+
+    def _grow(self, row: Row, tokens: int) -> None:
+        missing = self.pages.needed(tokens) - len(row.pages)
+        if missing > 0:
+            after = row.pages[-1] if row.pages else None
+            expect = self.pages.needed(row.last) - len(row.pages) - missing
+            row.pages += self.pages.take(missing, after, max(0, expect))
+            self._changed = True
+
+    def _free(self, count: int, spare: int = 0) -> bool:
+        """Makes sure that so many pages are free, if the cache can give them and would still have some to spare."""
+        short = count - self.pages.free
+        if short + spare <= 0:
+            return True
+        if self.tree.evictable() < short + spare:
+            return False
+        if short <= 0:
+            return True
+        self.pages.give(self.tree.evict(short))
+        return True
+
+    def _preempt(self, row: Row) -> None:
+        self.running.remove(row)
+        self._release(row)
+        self.waiting.appendleft(row)
+        self.preemptions += 1
+
+    def _release(self, row: Row) -> None:
+        """The one place where a row lets go: full pages and the end go to the tree, the rest is free."""
+        assert row.stem is not None
+        if self.reuse:
+            self._hand_over(row)
+        size = self.pages.page_size
+        keep, end = row.settled // size, row.computed - row.settled
+        if row.pages:
+            self.pages.unclaim(row.pages[-1])
+        own = row.pages[keep:]
+        if self.reuse and end:
+            self.pages.give(self.tree.insert_end(row.stem, row.tokens[row.settled : row.computed], own.pop(0), self._now))
+        self.pages.give(own)
+        self.tree.unpin(row.stem)
+        row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
+        self._changed = True
+
+    def _hand_over(self, row: Row) -> None:
+        """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""
+        assert row.stem is not None
+        size = self.pages.page_size
+        start, stop = row.settled // size, row.computed // size
+        if start == stop:
+            return
+        self._extend_keys(row)
+        done = self.tree.insert(row.stem, row.keys[start:stop], row.tokens[start * size : stop * size], row.pages[start:stop], self._now)
+        row.pages[start:stop] = done.pages
+        row.settled = stop * size
+        if done.spare:
+            self.pages.give(done.spare)
+            self._changed = True
+        if done.stem is not row.stem:
+            self.tree.pin(done.stem)
+            self.tree.unpin(row.stem)
+            row.stem = done.stem
+
+    def _extend_keys(self, row: Row) -> None:
+        extend_keys(row.keys, row.root, row.tokens, self.pages.page_size)

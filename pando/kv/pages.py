@@ -1,0 +1,72 @@
+"""Which pages are free. A page has one owner, a row or the tree, so there is nothing to count: it is taken, handed over and given back.
+
+On a CPU a run of neighbouring pages is read in place, without a gather. So a row is placed where it has room to grow, and the pages it
+is expected to grow into are claimed: others use them only when nothing else is free.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Pages:
+    def __init__(self, count: int, page_size: int) -> None:
+        self.count = count
+        self.page_size = page_size
+        self._free: NDArray[np.bool_] = np.ones(count, dtype=bool)
+        self._claimed: NDArray[np.bool_] = np.zeros(count, dtype=bool)
+        self.free = count
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def take(self, count: int, after: int | None = None, expect: int = 0) -> list[int]:
+        """`count` pages, next to page `after` if they are free, otherwise where `expect` more would follow. The caller knows there are enough."""
+        assert count <= self.free, (count, self.free)
+        taken: list[int] = []
+        if after is not None:
+            while len(taken) < count and after + 1 < self.count and self._free[after + 1]:
+                after += 1
+                taken.append(after)
+            self._mark(taken)
+        while len(taken) < count:
+            start, stop = self._hole(count - len(taken), expect)
+            run = range(start, min(stop, start + count - len(taken)))
+            taken.extend(run)
+            self._mark(run)
+            self._claimed[run.stop : min(stop, run.stop + expect)] = True
+        return taken
+
+    def give(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert not self._free[page], f"page {page} given back twice"
+            self._free[page] = True
+            self.free += 1
+
+    def unclaim(self, last: int) -> None:
+        """The row whose last page this is will not grow any more."""
+        page = last + 1
+        while page < self.count and self._free[page] and self._claimed[page]:
+            self._claimed[page] = False
+            page += 1
+
+    def _mark(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._free[page] = self._claimed[page] = False
+            self.free -= 1
+
+    def _hole(self, count: int, expect: int) -> tuple[int, int]:
+        """The tightest free run with room to grow; else the largest one nobody claims; else the largest."""
+        starts, stops = _runs(self._free & ~self._claimed)
+        if not len(starts):
+            starts, stops = _runs(self._free)
+        lengths = stops - starts
+        roomy = np.flatnonzero(lengths >= count + expect)
+        best = roomy[np.argmin(lengths[roomy])] if len(roomy) else np.argmax(lengths)
+        return int(starts[best]), int(stops[best])
+
+
+def _runs(flags: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    return edges[0::2], edges[1::2]

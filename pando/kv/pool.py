@@ -1,0 +1,38 @@
+"""The device tier: the K and V of every page, for every layer."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .pages import Pages
+
+
+class PagePool:
+    """Slot `page * page_size + offset` holds one token. A run of neighbouring pages is a plain slice of slots."""
+
+    def __init__(self, pages: Pages, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.page_size = pages.page_size
+        shape = (layers, pages.count * pages.page_size, kv_heads, head_dim)
+        self.k = _zeros(shape, dtype, device)  # [L, S, K, D]
+        self.v = _zeros(shape, dtype, device)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.k[index], self.v[index]
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The first tokens of one page into another, in every layer."""
+        a, b = source * self.page_size, target * self.page_size
+        self.k[:, b : b + tokens] = self.k[:, a : a + tokens]
+        self.v[:, b : b + tokens] = self.v[:, a : a + tokens]
+
+    @staticmethod
+    def page_bytes(page_size: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed, because a masked slot still takes part in a product, and 0 x NaN is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)  # calloc: memory is committed as pages are written

@@ -1,0 +1,61 @@
+"""Segments and their keys.
+
+A key names everything the K and V of a run of tokens depend on: the model, the tenant, and every token before and in it. Keys are
+chained page by page (SHA-256 over the key before and the page's tokens), so that the key of a run's last page names the whole context,
+and cutting a segment in two never needs a new key.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Key = bytes  # 32 bytes
+
+
+def root_key(model: bytes, salt: bytes) -> Key:
+    """The empty context of one tenant of one model. Lengths are part of the digest, so that no two pairs collide."""
+    return hashlib.sha256(b"pando" + len(model).to_bytes(8, "little") + model + salt).digest()
+
+
+def page_key(context: Key, tokens: Sequence[int]) -> Key:
+    return hashlib.sha256(context + array("i", tokens).tobytes()).digest()
+
+
+def extend_keys(keys: list[Key], root: Key, tokens: Sequence[int], page_size: int) -> None:
+    """Appends the keys of the full pages of `tokens` that `keys` does not have yet."""
+    for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
+        keys.append(page_key(keys[-1] if keys else root, tokens[start : start + page_size]))
+
+
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """The length of the common beginning."""
+    for place, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return place
+    return min(len(a), len(b))
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """An immutable run of tokens whose K and V lie in `pages`, stored at positions `first`, `first + 1`, and so on."""
+
+    keys: tuple[Key, ...]  # one per page; the last is the segment's key
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    first: int
+
+    @property
+    def key(self) -> Key:
+        return self.keys[-1]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A segment in a request, `shift` positions behind where it was stored. No cached byte moves: readers rotate their queries."""
+
+    segment: Segment
+    shift: int = 0

@@ -1,0 +1,200 @@
+"""The prefix tree: what has been computed, found again by its tokens.
+
+A stem is a segment's place in the tree. Stems are whole pages long, so a request shares them without copying; only what is left of a
+sequence at its end, less than a page, hangs there as a last short stem, whose slots a later request copies. Rows pin the deepest stem on
+their path. Eviction takes leaves only, so what leads to a pinned stem is safe without a count of its own.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .segment import Key, Segment, page_key, shared_length
+
+
+class Stem:
+    __slots__ = ("children", "parent", "pins", "segment", "used")
+
+    def __init__(self, segment: Segment, parent: "Stem | None", used: int) -> None:
+        self.segment = segment
+        self.parent = parent
+        self.children: dict[Key, Stem] = {}  # by the key of their first page
+        self.pins = 0
+        self.used = used
+
+    @property
+    def end(self) -> int:
+        """The number of tokens from the root to here."""
+        return self.segment.first + len(self.segment)
+
+    def path(self) -> list[Segment]:
+        """From the first segment below the root to this one."""
+        found: list[Segment] = []
+        stem = self
+        while stem.parent is not None:
+            found.append(stem.segment)
+            stem = stem.parent
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class Match:
+    stem: Stem  # whole pages up to its end are shared
+    page: int | None = None  # and this page holds `tokens` more, to be copied
+    tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.stem.end + self.tokens
+
+
+@dataclass(frozen=True)
+class Inserted:
+    stem: Stem
+    pages: list[int]  # where the run lies now: the tree's own pages where it had them already
+    spare: list[int]  # the caller's pages that this made superfluous
+
+
+class PrefixTree:
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._roots: dict[Key, Stem] = {}
+        self.pages = 0  # held by the tree
+
+    def root(self, key: Key) -> Stem:
+        if key not in self._roots:
+            self._roots[key] = Stem(Segment((key,), (), (), 0), None, 0)
+        return self._roots[key]
+
+    def stems(self) -> Iterator[Stem]:
+        """Every stem but the roots, parents first."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            stem = stack.pop()
+            yield stem
+            stack.extend(stem.children.values())
+
+    def match(self, root: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: int) -> Match:
+        """The longest known prefix of at most `limit` tokens. A stem that the match ends inside of is cut in two."""
+        stem, page = self.root(root), 0
+        whole = min(len(keys), limit // self.page_size)
+        while page < whole and (child := stem.children.get(keys[page])) is not None:
+            equal = shared_length(child.segment.keys, keys[page:whole])
+            stem = child if equal == len(child.segment.keys) else self._cut(child, equal)
+            stem.used = now
+            page += equal
+        rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
+        best, source = 0, None
+        for child in stem.children.values():
+            if rest and child.segment.tokens[0] == rest[0] and (shared := shared_length(child.segment.tokens, rest)) > best:
+                best, source = shared, child
+        if source is None:
+            return Match(stem)
+        source.used = now
+        return Match(stem, source.segment.pages[0], best)
+
+    def insert(self, at: Stem, keys: Sequence[Key], tokens: Sequence[int], pages: Sequence[int], now: int) -> Inserted:
+        """Hands over whole pages that continue a stem pinned by the caller. A run that is known already keeps its old pages."""
+        own, spare, place, start = list(pages), [], 0, at
+        while place < len(keys) and (child := at.children.get(keys[place])) is not None:
+            equal = shared_length(child.segment.keys, keys[place:])
+            at = child if equal == len(child.segment.keys) else self._cut(child, equal)
+            at.used = now
+            spare += own[place : place + equal]
+            own[place : place + equal] = at.segment.pages
+            place += equal
+        if place < len(keys):
+            fresh = Segment(tuple(keys[place:]), tuple(tokens[place * self.page_size :]), tuple(own[place:]), at.end)
+            spare += self._drop_covered(at, fresh.tokens)
+            at = self._lengthen(at, fresh) if at is start and _is_loose_leaf(at, 1) else self._sprout(at, fresh, now)
+            self.pages += len(fresh.pages)
+        return Inserted(at, own, spare)
+
+    def insert_end(self, at: Stem, tokens: Sequence[int], page: int, now: int) -> list[int]:
+        """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
+        end = tuple(tokens)
+        if any(child.segment.tokens[: len(end)] == end for child in at.children.values()):
+            return [page]
+        spare = self._drop_covered(at, end)
+        key = page_key(at.segment.key, end)
+        at.children[key] = Stem(Segment((key,), end, (page,), at.end), at, now)
+        self.pages += 1
+        return spare
+
+    def pin(self, stem: Stem) -> None:
+        stem.pins += 1
+
+    def unpin(self, stem: Stem) -> None:
+        assert stem.pins > 0
+        stem.pins -= 1
+
+    def evictable(self) -> int:
+        """How many pages `evict` could free: those not on the way to a pinned stem."""
+        held: set[Stem | None] = set()
+        total = 0
+        for stem in reversed(list(self.stems())):  # children before parents
+            if stem.pins or stem in held:
+                held.add(stem.parent)
+            else:
+                total += len(stem.segment.pages)
+        return total
+
+    def evict(self, count: int) -> list[int]:
+        """Frees up to `count` pages, from the ends of the leaves that were used longest ago."""
+        leaves = [(stem.used, order, stem) for order, stem in enumerate(self.stems()) if _is_loose_leaf(stem)]
+        heapq.heapify(leaves)
+        freed: list[int] = []
+        while leaves and len(freed) < count:
+            _, order, leaf = heapq.heappop(leaves)
+            freed += self._trim(leaf, count - len(freed))
+            if leaf.parent is not None and _is_loose_leaf(leaf.parent):
+                heapq.heappush(leaves, (leaf.parent.used, order, leaf.parent))
+        self.pages -= len(freed)
+        return freed
+
+    def clear(self) -> list[int]:
+        """Frees whatever is not pinned."""
+        return self.evict(self.pages)
+
+    def _drop_covered(self, at: Stem, tokens: tuple[int, ...]) -> list[int]:
+        """Removes the short ends that the given continuation contains; answers their pages."""
+        covered = [key for key, child in at.children.items() if len(child.segment) < self.page_size and tokens[: len(child.segment)] == child.segment.tokens]
+        self.pages -= len(covered)
+        return [at.children.pop(key).segment.pages[0] for key in covered]
+
+    def _lengthen(self, stem: Stem, fresh: Segment) -> Stem:
+        """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
+        old = stem.segment
+        stem.segment = Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first)
+        return stem
+
+    def _sprout(self, at: Stem, fresh: Segment, now: int) -> Stem:
+        child = at.children[fresh.keys[0]] = Stem(fresh, at, now)
+        return child
+
+    def _cut(self, stem: Stem, pages: int) -> Stem:
+        """Cuts a stem after so many pages; the upper part is new, the lower keeps its identity, its pins and its children."""
+        assert stem.parent is not None
+        old, tokens = stem.segment, pages * self.page_size
+        upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.used)
+        stem.parent.children[old.keys[0]] = upper
+        stem.segment = Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens)
+        stem.parent = upper
+        upper.children[stem.segment.keys[0]] = stem
+        return upper
+
+    def _trim(self, leaf: Stem, count: int) -> list[int]:
+        old = leaf.segment
+        keep = max(0, len(old.pages) - count)
+        if keep:
+            leaf.segment = Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first)
+        else:
+            assert leaf.parent is not None
+            del leaf.parent.children[old.keys[0]]
+            if leaf.parent.parent is None and not leaf.parent.children and not leaf.parent.pins:
+                del self._roots[leaf.parent.segment.key]
+        return list(old.pages[keep:])
+
+
+def _is_loose_leaf(stem: Stem, pins: int = 0) -> bool:
+    return stem.parent is not None and not stem.children and stem.pins == pins

@@ -1,0 +1,84 @@
+"""Chat templates: Jinja programs that come with a model, run in a sandbox, with the names transformers gives them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidPrompt, PandoError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+
+def render(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    names: Mapping[str, str],
+) -> str:
+    _check(messages)
+    if template is None:
+        raise InvalidPrompt("this model has no chat template; give one, or send a plain prompt instead of a conversation")
+    try:
+        from jinja2 import TemplateError
+    except ImportError as error:
+        raise PandoError("chat templates need the package jinja2; install it with: pip install jinja2") from error
+    variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    try:
+        return _compiled(template).render({**names, **variables})
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RecursionError) as error:
+        advice = "check the roles and their order, or give another template"
+        raise InvalidPrompt(f"the chat template refuses this conversation: {error}; {advice}") from error
+
+
+def _check(messages: Sequence[Mapping[str, Any]]) -> None:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidPrompt('a conversation is a list of one or more messages, such as [{"role": "user", "content": "Hello"}]')
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidPrompt(f'message {index} is a {type(message).__name__}; it must be a mapping with "role" and "content"')
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise InvalidPrompt(f'message {index} has no "role"; give it "system", "user" or "assistant"')
+        calls_tools = message.get("tool_calls") and message.get("content") is None
+        if not isinstance(message.get("content"), str) and not calls_tools:
+            kind = type(message.get("content")).__name__
+            raise InvalidPrompt(f"message {index} ({message['role']}) has content of type {kind}; it must be a string")
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> "Template":
+    return _environment().from_string(template)
+
+
+def _environment() -> "Environment":
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training; here it only lets them through."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own way of saying it
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,147 @@
+"""The only decoder. Its features follow the config; its loop is the same for every family.
+
+T tokens of any number of rows go through one forward pass; which of them belong together is known to `step.attend` alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.reference import Geometry, alibi_slopes
+from ..kernels.rope import frequencies, rotate, turns
+from .config import ModelConfig
+from .weights import LayerWeights, Norm, Weights
+
+Apply = Callable[[Tensor], Tensor]
+Linear = Callable[[Tensor, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
+
+# (q, not rotated [T, H, D]; q rotated at the step's positions, or q itself [T, H, D]; k and v of the pool [S, K, D]) -> [T, H, D]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Step:
+    """One forward pass, as the engine hands it over."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: where each token's K and V are written
+    wanted: Tensor  # [N] int64: the tokens whose logits are wanted
+    attend: Attend
+
+
+class Pool(Protocol):
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, each [S, K, D]."""
+        ...
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> Apply:
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+def geometry(config: ModelConfig, device: torch.device) -> Geometry:
+    freqs, factor, slopes = None, 1.0, None
+    if config.rope is not None:
+        freqs, factor = frequencies(config.rope.dim, config.rope.theta, config.rope.scaling)
+        freqs = freqs.to(device)
+    if config.positions == "alibi":
+        slopes = alibi_slopes(config.heads, config.alibi_max).to(device)
+    return Geometry(config.heads, config.kv_heads, config.head_dim, config.softmax_scale, freqs, factor, slopes)
+
+
+class Decoder:
+    def __init__(self, config: ModelConfig, weights: Weights, linear: Linear = plain_linear) -> None:
+        self.config = config
+        self.geometry = geometry(config, weights.embed.device)
+        self.embed, self.positions = weights.embed, weights.positions
+        self.embed_norm = _norm(weights.embed_norm, config) if weights.embed_norm else None
+        self.layers = [_Layer(layer, config, linear) for layer in weights.layers]
+        self.norm = _norm(weights.norm, config)
+        self.head = linear(weights.head, weights.head_bias)
+
+    @torch.inference_mode()
+    def forward(self, step: Step, pool: Pool) -> Tensor:
+        """Writes K and V of the step's tokens into the pool and answers the logits of the wanted ones, fp32 [N, V]."""
+        x = F.embedding(step.tokens, self.embed)  # [T, C]
+        if self.positions is not None:
+            x += F.embedding(step.positions, self.positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        freqs = self.geometry.freqs
+        turn = None if freqs is None else turns(step.positions, freqs, self.geometry.factor)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            normed = layer.attn_norm(x)
+            attended = layer.attention(normed, turn, step, *pool.layer(index))
+            if index == last:  # nobody reads the other tokens any more: their K and V are written
+                x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
+            x = layer.finish(x, normed, attended)
+        return self.head(self.norm(x)).to(torch.float32)
+
+
+class _Layer:
+    def __init__(self, weights: LayerWeights, config: ModelConfig, linear: Linear) -> None:
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.clip, self.eps = config.clip_qkv, config.norm_eps
+        self.sequential = config.block == "sequential"
+        self.attn_norm = _norm(weights.attn_norm, config)
+        self.mlp_norm = _norm(weights.mlp_norm, config) if weights.mlp_norm else None
+        self.qkv, self.o = linear(weights.qkv, weights.qkv_bias), linear(weights.o, weights.o_bias)
+        self.up, self.down = linear(weights.up, weights.up_bias), linear(weights.down, weights.down_bias)
+        self.gated, self.activation = config.gated, _ACTIVATIONS[config.activation]
+        self.qk_norm: Tensor | None = None  # [H + K, D]: one product serves queries and keys
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self.qk_norm = torch.cat((weights.q_norm.weight.expand(self.heads, -1), weights.k_norm.weight.expand(self.kv_heads, -1)))
+
+    def attention(self, normed: Tensor, turn: Tensor | None, step: Step, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = self.qkv(normed).view(-1, heads + 2 * kv_heads, self.head_dim)  # [T, H + 2K, D]
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
+        if self.qk_norm is not None:
+            qk = F.rms_norm(qk, (self.head_dim,), eps=self.eps).mul_(self.qk_norm)
+        q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
+        turned = q
+        if turn is not None:
+            turned, k = rotate(qk, turn).split_with_sizes((heads, kv_heads), dim=1)
+        k_pool.index_copy_(0, step.slots, k)
+        v_pool.index_copy_(0, step.slots, v)
+        return step.attend(q, turned, k_pool, v_pool).flatten(1)  # [T, H * D]
+
+    def finish(self, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer, for the tokens that go on. The MLP reads the stream after attention, or beside it (parallel blocks)."""
+        if self.mlp_norm is None:
+            return x.add_(self.o(attended)).add_(self.mlp(normed))
+        if self.sequential:
+            x.add_(self.o(attended))
+            return x.add_(self.mlp(self.mlp_norm(x)))
+        beside = self.mlp(self.mlp_norm(x))
+        return x.add_(self.o(attended)).add_(beside)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.activation(self.up(x)))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up))
+
+
+def _norm(norm: Norm, config: ModelConfig) -> Apply:
+    shape = (config.hidden_size,)
+    if config.norm == "rms":
+        return partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=config.norm_eps)
+    return partial(F.layer_norm, normalized_shape=shape, weight=norm.weight, bias=norm.bias, eps=config.norm_eps)
+
+
+_ACTIVATIONS: dict[str, Apply] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}

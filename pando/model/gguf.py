@@ -1,0 +1,238 @@
+"""A GGUF file, read without trusting it, and converted once into a directory in Hugging Face format.
+
+The header is parsed here, with every count and offset checked against the size of the file, because a reader that believes a count of
+2^60 never comes back. Weights are written one tensor at a time: memory holds one tensor, not the model.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import BadModelFile, PandoError, UnsupportedModel
+from .gguf_layout import Layout, layout_of
+from .gguf_tokenizer import write_tokenizer
+
+CONVERTER_VERSION = 1  # part of the cache folder's name: raise it when the same file would be converted differently
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+_HEADER_LIMIT = 64 << 20  # the largest known vocabularies take 16 MiB
+_MAX_NESTING = 4
+_SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
+_STRING, _ARRAY = 8, 9
+_KEPT = {0: ("F32", "<f4"), 1: ("F16", "<f2"), 30: ("BF16", "<u2")}  # what safetensors can hold as it stands
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    name: str
+    shape: tuple[int, ...]  # outermost first, as numpy and torch write it
+    kind: int  # ggml's number for the encoding
+    offset: int  # from the start of the file
+    size: int  # bytes in the file
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+
+class _Cursor:
+    """Reads forward through the header and refuses to step over its end."""
+
+    def __init__(self, path: Path, data: bytes, size: int) -> None:
+        self.path = path
+        self.data = data
+        self.size = size
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data) - self.at:
+            if len(self.data) < self.size:
+                raise BadModelFile(f"{self.path}: the GGUF header is larger than {_HEADER_LIMIT >> 20} MiB; the file is corrupt")
+            raise BadModelFile(
+                f"{self.path}: truncated: the header needs {self.at + count} bytes, the file has {self.size}; fetch it again"
+            )
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str) -> int:
+        value: int = struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
+        return value
+
+    def text(self) -> str:
+        raw = self.take(self.number("Q"))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise BadModelFile(f"{self.path}: a string in the header is not UTF-8; the file is corrupt") from error
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array(depth)
+        if kind not in _SCALARS:
+            raise BadModelFile(f"{self.path}: metadata of unknown type {kind}; the file is corrupt or of a newer format")
+        dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+        return np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
+
+    def _array(self, depth: int) -> Any:
+        if depth >= _MAX_NESTING:
+            raise BadModelFile(f"{self.path}: metadata nested deeper than {_MAX_NESTING} arrays; the file is corrupt")
+        kind, count = self.number("I"), self.number("Q")
+        if kind in _SCALARS:
+            dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+            return np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        return [self.value(kind, depth + 1) for _ in range(count)]  # each takes 8 bytes or more, so the end of the file ends the loop
+
+
+def read(path: Path) -> GGUFFile:
+    """The header of a GGUF file: metadata, and where its tensors lie. Every tensor is inside the file, or this raises."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        cursor = _Cursor(path, file.read(min(size, _HEADER_LIMIT)), size)
+    if cursor.data[:4] != b"GGUF":
+        raise BadModelFile(f"{path}: not a GGUF file (it begins with {cursor.data[:4]!r}); give a .gguf file or a Hugging Face directory")
+    cursor.take(4)
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise UnsupportedModel(f"{path}: GGUF version {version}; Pando reads little-endian versions 2 and 3, convert the file again")
+    tensor_count, field_count = cursor.number("Q"), cursor.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(field_count):
+        name = cursor.text()
+        metadata[name] = cursor.value(cursor.number("I"))
+    infos = [(cursor.text(), _shape(cursor), cursor.number("I"), cursor.number("Q")) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        raise BadModelFile(f"{path}: an alignment of {alignment!r}, which is no power of two; the file is corrupt")
+    start = -(-cursor.at // alignment) * alignment
+    return GGUFFile(path, metadata, _placed(path, infos, start, size))
+
+
+def _shape(cursor: _Cursor) -> tuple[int, ...]:
+    count = cursor.number("I")
+    if not 1 <= count <= 4:
+        raise BadModelFile(f"{cursor.path}: a tensor with {count} dimensions; the file is corrupt")
+    shape = tuple(cursor.number("Q") for _ in range(count))[::-1]
+    if min(shape) == 0:
+        raise BadModelFile(f"{cursor.path}: a tensor of shape {shape}; the file is corrupt")
+    return shape
+
+
+def _placed(path: Path, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, size: int) -> dict[str, GGUFTensor]:
+    sizes = _encodings()
+    tensors: dict[str, GGUFTensor] = {}
+    for name, shape, kind, offset in infos:
+        if kind not in sizes:
+            raise UnsupportedModel(f"{path}: tensor {name} has encoding number {kind}, which Pando does not know; use another quantisation")
+        per_group, group_bytes = sizes[kind]
+        if shape[-1] % per_group:
+            raise BadModelFile(f"{path}: tensor {name} has rows of {shape[-1]}, not a multiple of {per_group}; the file is corrupt")
+        count = math.prod(shape) // per_group * group_bytes
+        if start + offset + count > size:
+            raise BadModelFile(f"{path}: truncated: {name} ends at byte {start + offset + count}, the file has {size}; fetch it again")
+        if name in tensors:
+            raise BadModelFile(f"{path}: tensor {name} is there twice; the file is corrupt")
+        tensors[name] = GGUFTensor(name, shape, kind, start + offset, count)
+    claimed = sum(tensor.size for tensor in tensors.values())
+    if claimed > size:  # overlapping tensors could make gigabytes out of a small file
+        raise BadModelFile(f"{path}: its tensors claim {claimed} bytes, the file has {size}; the file is corrupt")
+    return tensors
+
+
+def _encodings() -> dict[int, tuple[int, int]]:
+    """ggml's number -> elements in a group, bytes in a group."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES
+    except ImportError as error:
+        raise PandoError("reading GGUF files needs the package gguf; install it with: pip install gguf") from error
+    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
+def convert(path: Path, into: Path, progress: Progress) -> None:
+    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the existing directory `into`, on disk."""
+    file = read(path)
+    rope_factors = file.tensors.get("rope_freqs.weight")
+    layout = layout_of(
+        path,
+        file.metadata,
+        {name: tensor.shape for name, tensor in file.tensors.items()},
+        None if rope_factors is None else _values(path, rope_factors),
+    )
+    _check_encodings(file)
+    (into / "config.json").write_text(json.dumps(layout.config, indent=2) + "\n", encoding="utf-8")
+    write_tokenizer(path, file.metadata, into)
+    _write_weights(file, layout, into / "model.safetensors", progress)
+    for written in [*into.iterdir(), into]:
+        _sync(written)
+
+
+def _check_encodings(file: GGUFFile) -> None:
+    """Finds out before anything is written whether every encoding in the file can be decoded."""
+    for kind in {tensor.kind for tensor in file.tensors.values()}:
+        some = next(tensor for tensor in file.tensors.values() if tensor.kind == kind)
+        one = _encodings()[kind]
+        _decode(file.path, some.name, np.zeros(one[1], np.uint8), kind, (one[0],))
+
+
+def _write_weights(file: GGUFFile, layout: Layout, target: Path, progress: Progress) -> None:
+    """The safetensors format, streamed: the length of a JSON header, the header, then the tensors end to end."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for source, name in layout.names.items():
+        tensor = file.tensors[source]
+        code, dtype = _KEPT.get(tensor.kind, ("F32", "<f4"))
+        end = at + math.prod(tensor.shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": code, "shape": layout.shape(source, tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        done = 0
+        for source in layout.names:
+            values = layout.arrange(source, _values(file.path, file.tensors[source]))
+            out.write(np.ascontiguousarray(values).data)
+            done += values.nbytes
+            progress(done, at)
+
+
+def _values(path: Path, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+    raw = np.memmap(path, np.uint8, "r", offset=tensor.offset, shape=(tensor.size,))
+    return _decode(path, tensor.name, raw, tensor.kind, tensor.shape)
+
+
+def _decode(path: Path, name: str, raw: np.ndarray[Any, Any], kind: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """float16 and bfloat16 stay as they are; what is quantised becomes float32, since 16 bits do not hold scale times integer exactly."""
+    if kind in _KEPT:
+        return raw.view(_KEPT[kind][1]).reshape(shape)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    encoding = GGMLQuantizationType(kind)
+    try:
+        values = dequantize(raw.reshape(*shape[:-1], -1), encoding)
+    except NotImplementedError as error:
+        raise UnsupportedModel(
+            f"{path}: tensor {name} is encoded as {encoding.name}, which Pando cannot decode; use Q8_0 or F16"
+        ) from error
+    return np.asarray(values, np.float32).reshape(shape)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

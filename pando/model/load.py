@@ -1,0 +1,82 @@
+"""From a model's name to a decoder that runs."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import BadModelFile, InvalidOption
+from ..kernels.linear import CpuLinear, fastest_dtype
+from .config import ModelConfig
+from .decoder import Decoder, plain_linear
+from .hub import resolve
+from .tokenizer import Tokenizer
+from .weights import digest, load_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer: Tokenizer
+    digest: bytes  # names the weights: a part of every key
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load(name: str, *, device: str, dtype: str, progress: Callable[[int, int], None] | None = None) -> Model:
+    files = resolve(name)
+    place = choose_device(device)
+    kind = choose_dtype(dtype, place)
+    config = ModelConfig.from_hf(_read(files.config))
+    weights = load_weights(files.weights, config, kind, place, progress)
+    linear = CpuLinear(kind, spare=free_memory(place) // 8) if place.type == "cpu" else plain_linear
+    return Model(
+        config=config,
+        decoder=Decoder(config, weights, linear),
+        tokenizer=Tokenizer.from_directory(files.directory),
+        digest=digest(files.weights, config),
+        dtype=kind,
+        device=place,
+    )
+
+
+def choose_device(device: str) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidOption("device is cuda, but PyTorch sees no GPU here; use --device cpu, or install a PyTorch build with CUDA")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    return torch.bfloat16 if device.type == "cuda" else fastest_dtype()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken now without anything being thrown out."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadModelFile(f"{path} cannot be read as JSON ({error}); fetch the model again") from error
+    if not isinstance(raw, dict):
+        raise BadModelFile(f"{path} holds a {type(raw).__name__}, not an object; fetch the model again")
+    return raw

@@ -1,0 +1,144 @@
+"""The folder where converted models are kept: who may write there, what counts as whole, and what is remembered between starts."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[int, int], None]  # done so far, in all
+
+_WORKSHOP = ".making-"
+_BOOK = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shelf:
+    home: Path
+    shown: bool  # say on stderr what takes time
+
+    @classmethod
+    def of_user(cls, *, shown: bool = False) -> "Shelf":
+        """PANDO_HOME, or `pando` in the user's cache folder as the XDG rules place it."""
+        if os.environ.get("PANDO_HOME"):
+            return cls(Path(os.environ["PANDO_HOME"]).expanduser(), shown)
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return cls((xdg if xdg.is_absolute() else Path.home() / ".cache") / "pando", shown)
+
+    @property
+    def models(self) -> Path:
+        return self.home / "models"
+
+    def holds(self, target: Path) -> bool:
+        return all((target / name).is_file() for name in _BOOK)
+
+    @contextmanager
+    def making(self, target: Path) -> Iterator[Path | None]:
+        """A workshop whose folder `model` becomes `target` if the block succeeds; None if another process made it while this one waited."""
+        self.models.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            self._sweep()
+            if self.holds(target):
+                yield None
+                return
+            workshop = Path(tempfile.mkdtemp(prefix=_WORKSHOP, dir=self.models))
+            try:
+                (workshop / "model").mkdir()
+                yield workshop
+                if target.exists():  # somebody removed a part of it
+                    target.rename(workshop / "broken")
+                (workshop / "model").rename(target)
+                _sync_directory(self.models)
+            finally:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes every workshop, also those of processes that died: one that lives would hold the lock."""
+        for left in self.models.glob(_WORKSHOP + "*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time makes a model here. The lock belongs to the open file, so it ends with the process, however that ends."""
+        import fcntl
+
+        with (self.models / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.say("another process is fetching or converting a model; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def sha256_of(self, path: Path) -> str:
+        """Of a file's content; read again only when its size or time of change differ from the last time."""
+        path = path.resolve()
+        stat = path.stat()
+        seen = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        kept = self._remembered("files").get(str(path))
+        if isinstance(kept, dict) and seen.items() <= kept.items() and isinstance(kept.get("sha256"), str):
+            return str(kept["sha256"])
+        total = hashlib.sha256()
+        with path.open("rb") as file, self.bar("checking") as report:
+            while piece := file.read(_PIECE):
+                total.update(piece)
+                report(file.tell(), stat.st_size)
+        self._remember("files", str(path), {**seen, "sha256": total.hexdigest()})
+        return total.hexdigest()
+
+    def snapshot(self, key: str) -> Path | None:
+        kept = self._remembered("snapshots").get(key)
+        return Path(kept) if isinstance(kept, str) else None
+
+    def keep_snapshot(self, key: str, directory: Path) -> None:
+        self._remember("snapshots", key, str(directory))
+
+    def _remembered(self, kind: str) -> Mapping[str, Any]:
+        try:
+            found = json.loads((self.home / f"{kind}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}  # forgetting costs time, never correctness
+        return found if isinstance(found, dict) else {}
+
+    def _remember(self, kind: str, key: str, value: Any) -> None:
+        self.models.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            text = json.dumps({**self._remembered(kind), key: value}, indent=2)
+            fresh = self.home / f".{kind}.json"
+            fresh.write_text(text + "\n", encoding="utf-8")
+            fresh.replace(self.home / f"{kind}.json")
+
+    def say(self, text: str) -> None:
+        if self.shown:
+            print(f"pando: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def bar(self, title: str) -> Iterator[Progress]:
+        """A progress bar on a terminal, silence elsewhere."""
+        if not self.shown or not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False) as bar:
+
+            def report(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield report
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,232 @@
+"""Safetensors to our names, one copy, fused and reordered once at load so that the decoder never has to.
+
+What the checkpoint must hold follows from the config alone. The files' headers are compared with that before a single weight is read:
+a tensor that is missing, of another shape or type, or that nobody asked for, is an error and not a wrong answer.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import BadModelFile, ModelNotFound, UnsupportedModel
+from ..kernels.rope import interleave
+from .config import ModelConfig
+from .names import Shape, expected_tensors, names_of
+
+Progress = Callable[[int, int], None]  # bytes loaded so far, bytes in all, both in the model's dtype
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    attn_norm: Norm
+    mlp_norm: Norm | None  # None: the MLP reads what attention reads
+    qkv: Tensor  # [(H + 2K) * D, C]: all query heads, all key heads, all value heads; rotated pairs adjacent
+    qkv_bias: Tensor | None
+    o: Tensor  # [C, H * D]
+    o_bias: Tensor | None
+    up: Tensor  # [2I, C], gate rows first, or [I, C]
+    up_bias: Tensor | None
+    down: Tensor  # [C, I]
+    down_bias: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Tensor  # [V, C]
+    positions: Tensor | None  # [P, C]
+    embed_norm: Norm | None
+    layers: tuple[LayerWeights, ...]
+    norm: Norm
+    head: Tensor  # [V, C]; the very tensor `embed` where the checkpoint ties them
+    head_bias: Tensor | None
+
+
+_PREFIX = re.compile(r"^(model|transformer)\.")
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")  # computed anew, or a causal mask
+_DTYPES = ("F32", "F16", "BF16")
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model's directory, as its index names them, or the single one."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.is_file():
+        if single.is_file():
+            return (single,)
+        raise ModelNotFound(f"{directory} has neither {single.name} nor {index.name}; convert other formats to safetensors first")
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = tuple(directory / name for name in names if Path(name).name == name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadModelFile(f"{index} is not an index of safetensors ({error!r}); fetch the model again") from error
+    if len(files) < len(names):
+        raise BadModelFile(f"{index} names files outside its own directory; fetch the model from a source you trust")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        lost = ", ".join(missing)[:200]
+        raise BadModelFile(f"{len(missing)} of the {len(names)} files named by {index} are missing ({lost}); fetch them again")
+    return files
+
+
+def load_weights(
+    files: Sequence[Path], config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> Weights:
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(files, stack)
+        checkpoint.check(dict(expected_tensors(config)), config.tied_head)
+        return _Loader(checkpoint, config, dtype, device, progress).load()
+
+
+def digest(files: Sequence[Path], config: ModelConfig) -> bytes:
+    """SHA-256 over the facts of the config and every byte of the files: equal digests, equal answers."""
+    total = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
+    for path in sorted(files, key=lambda path: path.name):
+        try:
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise BadModelFile(f"{path} cannot be read: {error}") from error
+    return total.digest()
+
+
+class _Checkpoint:
+    """The tensors of some safetensors files, by name without the prefix; open as long as the stack is."""
+
+    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
+        self.found: dict[str, tuple[Path, Any, str]] = {}  # file, its handle, the name in the file
+        for path in files:
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+                names = list(handle.keys())
+            except FileNotFoundError as error:
+                raise ModelNotFound(f"{path} does not exist") from error
+            except (SafetensorError, OSError) as error:
+                raise BadModelFile(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from error
+            for name in names:
+                short = _PREFIX.sub("", name)
+                if short in self.found:
+                    raise BadModelFile(f"the tensor {name} is in {self.found[short][0].name} and again in {path.name}")
+                self.found[short] = path, handle, name
+
+    def check(self, expected: Mapping[str, Shape], tied: bool) -> None:
+        missing = [name for name in expected if name not in self.found]
+        if missing:
+            first = f"{missing[0]} {list(expected[missing[0]])}"
+            raise BadModelFile(f"{len(missing)} of {len(expected)} tensors are missing, first of all {first}; fetch the model again")
+        for name, shape in expected.items():
+            path, handle, full = self.found[name]
+            part = handle.get_slice(full)
+            if part.get_dtype() not in _DTYPES:
+                raise UnsupportedModel(f"{full} in {path.name} is of type {part.get_dtype()}; Pando reads {', '.join(_DTYPES)}")
+            if tuple(part.get_shape()) != shape:
+                raise BadModelFile(f"{full} in {path.name} has shape {part.get_shape()}; its config.json asks for {list(shape)}")
+        for name in sorted(self.found.keys() - expected.keys()):
+            if not _BUFFERS.search(name) and not (tied and name == "lm_head.weight"):
+                path, _, full = self.found[name]
+                raise UnsupportedModel(f"{path.name} holds {full}, a tensor that Pando cannot use; without it the answers would be wrong")
+
+    def read(self, name: str) -> Tensor:
+        path, handle, full = self.found[name]
+        try:
+            tensor: Tensor = handle.get_tensor(full)
+        except (SafetensorError, OSError) as error:
+            raise BadModelFile(f"{full} in {path} cannot be read ({error}); fetch the file again") from error
+        return tensor
+
+
+class _Loader:
+    def __init__(
+        self, checkpoint: _Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    ) -> None:
+        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
+        self.names = names_of(config)
+        self.progress = progress or (lambda done, total: None)
+        self.done, self.total = 0, sum(prod(shape) for _, shape in expected_tensors(config)) * dtype.itemsize
+        self.head_order = interleave(config.rope.dim, config.head_dim) if config.rope else torch.arange(config.head_dim)
+        self.qkv_order = self._qkv_order()
+
+    def load(self) -> Weights:
+        config, names = self.config, self.names
+        embed = self._join([names.embed + ".weight"])
+        return Weights(
+            embed=embed,
+            positions=self._join([names.positions + ".weight"]) if config.positions == "learned" else None,
+            embed_norm=self._norm(names.embed_norm) if config.embed_norm else None,
+            layers=tuple(self._layer(names.layer.format(index)) for index in range(config.layers)),
+            norm=self._norm(names.norm),
+            head=embed if config.tied_head else self._join(["lm_head.weight"]),
+            head_bias=self._join(["lm_head.bias"]) if config.head_bias else None,
+        )
+
+    def _layer(self, at: str) -> LayerWeights:
+        config, names = self.config, self.names
+        qkv, qkv_bias = self._linear([at + name for name in names.qkv], config.qkv_bias, self.qkv_order)
+        o, o_bias = self._linear([at + names.o], config.o_bias)
+        up, up_bias = self._linear([at + name for name in names.up], config.mlp_bias)
+        down, down_bias = self._linear([at + names.down], config.mlp_bias)
+        return LayerWeights(
+            attn_norm=self._norm(at + names.attn_norm),
+            mlp_norm=self._norm(at + names.mlp_norm) if config.block != "parallel" else None,
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            o=o,
+            o_bias=o_bias,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+            q_norm=self._head_norm(at + "self_attn.q_norm") if config.qk_norm else None,
+            k_norm=self._head_norm(at + "self_attn.k_norm") if config.qk_norm else None,
+        )
+
+    def _linear(self, names: list[str], bias: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        weight = self._join([name + ".weight" for name in names], order, self.names.transposed)
+        return weight, self._join([name + ".bias" for name in names], order) if bias else None
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._join([name + ".weight"]), self._join([name + ".bias"]) if self.config.norm_bias else None)
+
+    def _head_norm(self, name: str) -> Norm:
+        return Norm(self._join([name + ".weight"], self.head_order), None)
+
+    def _join(self, names: list[str], order: Tensor | None = None, transposed: bool = False) -> Tensor:
+        """Stacks tensors by rows into one of ours. Row i of the result is row order[i] of the stack, and stays within its tensor."""
+        parts = [self.checkpoint.read(name) for name in names]
+        parts = [part.T for part in parts] if transposed else parts
+        rows = sum(part.shape[0] for part in parts)
+        joined = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        first = 0
+        for part in parts:
+            end = first + part.shape[0]
+            joined[first:end] = part if order is None else part[order[first:end] - first]
+            first = end
+        self.done += joined.numel() * self.dtype.itemsize
+        self.progress(self.done, self.total)
+        return joined
+
+    def _qkv_order(self) -> Tensor:
+        """Where each of our rows is in the file's: heads brought into the order q, k, v, and the pairs of q and k brought together."""
+        config, group = self.config, self.config.heads // self.config.kv_heads
+        heads = torch.arange(config.heads + 2 * config.kv_heads)
+        if self.names.grouped:
+            groups = heads.view(config.kv_heads, group + 2)
+            heads = torch.cat((groups[:, :group].flatten(), groups[:, group], groups[:, group + 1]))
+        within = torch.arange(config.head_dim).repeat(len(heads), 1)
+        within[: config.heads + config.kv_heads] = self.head_order
+        return (heads[:, None] * config.head_dim + within).flatten()

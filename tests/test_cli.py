@@ -1,0 +1,516 @@
+"""The command line, the conversation and the configuration, with an engine that only pretends."""
+
+import io
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pytest
+
+import pando
+from pando import chat, cli
+from pando.config import EngineConfig, load
+from pando.engine.request import CompletionOutput, RequestOutput, SamplingParams, TokenEvent
+from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
+
+ROOT = Path(pando.__file__).parent.parent
+
+
+@dataclass
+class FakeLLM:
+    """Answers every prompt with the same words, and remembers what it was asked."""
+
+    words: tuple[str, ...] = ("Par", "is", ".")
+    asked: list = field(default_factory=list)
+    sampled: list[SamplingParams] = field(default_factory=list)
+    interrupt_at: int | None = None  # Ctrl-C arrives while this word is made
+    limit: int = 10_000  # characters of a prompt
+    finish: str = "stop"
+    closed: int = 0
+
+    def stream(self, prompt, sampling_params=None):
+        self.asked.append(prompt)
+        self.sampled.append(sampling_params)
+        try:
+            if len(str(prompt)) > self.limit:
+                raise PromptTooLong(f"the prompt has {len(str(prompt))} tokens and the context holds {self.limit}; shorten it")
+            for i, word in enumerate(self.words):
+                if i == self.interrupt_at:
+                    signal.raise_signal(signal.SIGINT)
+                last = i == len(self.words) - 1
+                yield TokenEvent("0", 0, i, word, finish_reason=self.finish if last else None, num_prompt_tokens=42, num_cached_tokens=30)
+        finally:
+            self.closed += 1
+
+    def stream_chat(self, messages, sampling_params=None):
+        return self.stream([dict(message) for message in messages], sampling_params)
+
+    def generate(self, prompts, sampling_params=None):
+        self.asked += prompts
+        self.sampled.append(sampling_params)
+        outputs = [CompletionOutput(i, "".join(self.words), [1, 2, 3], finish_reason="stop") for i in range(sampling_params.n)]
+        return [RequestOutput("0", None, [7] * 42, outputs, num_cached_tokens=30, finished=True)]
+
+    def chat(self, messages, sampling_params=None):
+        return self.generate([messages], sampling_params)
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    fake = FakeLLM()
+
+    def make(config):
+        fake.config = config
+        return fake
+
+    monkeypatch.setattr(cli, "make_llm", make)
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch, tmp_path):
+    for variable in [name for name in os.environ if name.startswith("PANDO_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def give(monkeypatch, content: bytes):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def python(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
+
+
+# --- the package -------------------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version_need_no_torch():
+    for argument in ("--help", "version"):
+        script = (
+            f"import sys; from pando.cli import main\ntry: main([{argument!r}])\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
+        )
+        done = python("-c", script)
+        assert done.returncode == 0, done.stderr
+        assert "pando" in done.stdout
+
+
+def test_the_checkout_runs_without_being_installed():
+    done = python("-S", "-m", "pando", "version")  # -S: no site-packages
+    assert done.stdout == f"pando {pando.__version__}\n"
+
+
+def test_a_missing_dependency_is_named_without_a_traceback():
+    done = python("-S", "-m", "pando", "run", "hi")
+    assert done.returncode == 2
+    assert re.fullmatch(r"pando: error: the package \w+ is missing here; .*`make dev`\n", done.stderr)
+
+
+def test_public_names_load_on_first_use():
+    assert pando.SamplingParams is SamplingParams
+    assert issubclass(InvalidOption, pando.PandoError)
+    assert {"LLM", "RequestOutput", "CompletionOutput"} <= set(dir(pando))
+    with pytest.raises(AttributeError, match="Nothing"):
+        pando.Nothing  # noqa: B018
+
+
+# --- pando run ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_run_streams_the_answer_through_the_chat_template(llm, capsys):
+    assert cli.main(["run", "Capital of France?", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Paris.\n"
+    assert llm.asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Capital of France?"}]]
+    assert (llm.sampled[0].temperature, llm.sampled[0].max_tokens) == (0.0, 512)
+    assert llm.config.model == "smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    "line", ["run other hello", "run other --max-tokens 5 hello", "run --max-tokens 5 other hello", "run -- other hello"]
+)
+def test_a_model_may_stand_before_the_prompt(llm, line):
+    assert cli.main(line.split()) == 0
+    assert llm.config.model == "other"
+    assert llm.asked[0][-1]["content"] == "hello"
+
+
+def test_raw_skips_the_chat_template(llm):
+    assert cli.main(["run", "--raw", "Once upon"]) == 0
+    assert llm.asked == ["Once upon"]
+
+
+def test_sampling_options_reach_the_engine(llm):
+    options = "--temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 7 --stop END --stop . --max-tokens 3"
+    assert cli.main(["run", *options.split(), "hi"]) == 0
+    assert llm.sampled == [SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=7, stop=["END", "."], max_tokens=3)]
+
+
+def test_a_request_has_no_seed_unless_one_is_given(llm):
+    assert cli.main(["run", "hi"]) == 0
+    assert llm.sampled[0].seed is None
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(llm, monkeypatch):
+    give(monkeypatch, "Überall?".encode())
+    assert cli.main(["run", "-"]) == 0
+    assert llm.asked[0][-1]["content"] == "Überall?"
+
+
+def test_json_is_one_object_with_everything_that_was_counted(llm, capsys):
+    assert cli.main(["run", "--json", "--n", "2", "hi"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["num_prompt_tokens"], printed["num_cached_tokens"], printed["model"]) == (42, 30, "smollm2-135m")
+    expected = {"text": "Paris.", "token_ids": [1, 2, 3], "finish_reason": "stop", "stop_reason": None}
+    assert printed["outputs"] == [{"index": 0, **expected}, {"index": 1, **expected}]
+
+
+def test_several_answers_are_told_apart(llm, capsys):
+    assert cli.main(["run", "--n", "2", "--raw", "hi"]) == 0
+    assert capsys.readouterr().out == "--- 1 of 2\nParis.\n--- 2 of 2\nParis.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("run hi --temperature -1", "temperature is -1.0"),
+        ("run hi --top-p 0", "top_p is 0"),
+        ("run hi --temperature warm", "invalid float value: 'warm'"),
+        ("run hi --max-num-seqs 0", "--max-num-seqs: max_num_seqs is 0; it must be a whole number from 1"),
+        ("run hi --device tpu", "must be one of auto, cpu, cuda"),
+        ("run hi --no-such-option", "--no-such-option"),
+        ("run a b c", "unknown argument 'c'"),
+        ("run", "PROMPT"),
+        ("run hi --raw --system x", "--system is part of a chat template"),
+        ("run hi --config nowhere.toml", "nowhere.toml: cannot be read"),
+        ("sing", "invalid choice: 'sing'"),
+        ("", "COMMAND"),
+        ("pull --max-num-seqs 3", "--max-num-seqs"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, line, complaint):
+    assert cli.main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pando: error: ")
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe", "\udcff"])
+def test_a_prompt_that_is_not_utf8_is_refused(llm, monkeypatch, capsys, bad):
+    give(monkeypatch, bad if isinstance(bad, bytes) else b"")
+    assert cli.main(["run", "-" if isinstance(bad, bytes) else bad]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_an_error_of_the_engine_shows_no_traceback(llm, capsys):
+    llm.limit = 3
+    assert cli.main(["run", "--raw", "too long"]) == 2
+    assert capsys.readouterr().err == "pando: error: the prompt has 8 tokens and the context holds 3; shorten it\n"
+
+
+def test_a_model_that_computes_no_numbers_is_an_error(llm, capsys):
+    llm.finish = "error"
+    assert cli.main(["run", "hi"]) == 2
+    assert "not numbers" in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_130(llm, capsys):
+    llm.interrupt_at = 1
+    assert cli.main(["run", "hi"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    script = """
+import sys
+from pando import cli
+from pando.engine.request import TokenEvent
+
+class Endless:
+    def stream_chat(self, messages, sampling):
+        while True:
+            yield TokenEvent("0", 0, 0, "word ")
+
+cli.make_llm = lambda config: Endless()
+sys.exit(cli.main(["run", "hi"]))
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(5)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141
+
+
+# --- pando pull --------------------------------------------------------------------------------------------------------------------
+
+
+def test_pull_lists_the_catalogue_and_knows_the_default(capsys):
+    assert cli.main(["pull", "--list"]) == 0
+    assert any(line.startswith("smollm2-135m ") for line in capsys.readouterr().out.splitlines())
+
+
+def test_pull_of_a_directory_prints_where_the_model_is(monkeypatch, tmp_path, capsys):
+    from pando.model import hub
+
+    files = hub.ModelFiles(tmp_path, tmp_path / "config.json", (), tmp_path / "tokenizer.json")
+    asked = []
+    monkeypatch.setattr(hub, "resolve", lambda name: asked.append(name) or files)
+    assert cli.main(["pull"]) == 0
+    assert cli.main(["pull", "some/model"]) == 0
+    assert asked == ["smollm2-135m", "some/model"]
+    assert capsys.readouterr().out == f"{tmp_path}\n" * 2
+
+
+def test_pull_of_a_model_that_does_not_exist_is_exit_code_2(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PANDO_HOME", str(tmp_path))
+    assert cli.main(["pull", "smollm2-136m"]) == 2
+    assert "smollm2-135m" in capsys.readouterr().err
+
+
+# --- pando chat --------------------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """Types the given lines; an exception among them is raised instead, and the end is Ctrl-D."""
+
+    def __init__(self, *lines):
+        self.lines, self.prompts = list(lines), []
+
+    def __call__(self, prompt):
+        self.prompts.append(prompt)
+        line = self.lines.pop(0) if self.lines else EOFError()
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def talk(llm, *lines, out=None, clock=None):
+    ticks = iter(x / 10 for x in range(10_000))
+    conversation = chat.Conversation(llm, SamplingParams(), out or io.StringIO(), clock=clock or (lambda: next(ticks)))
+    terminal = Terminal(*lines)
+    chat.converse(conversation, terminal)
+    return conversation, terminal, conversation.out.getvalue()
+
+
+def said(llm, turn=-1):
+    return [(message["role"], message["content"]) for message in llm.asked[turn]]
+
+
+def test_a_conversation_is_remembered():
+    llm = FakeLLM()
+    _, _, shown = talk(llm, "Capital of France?", "And of Italy?")
+    assert shown.startswith("Paris.\n")
+    assert said(llm) == [("user", "Capital of France?"), ("assistant", "Paris."), ("user", "And of Italy?")]
+
+
+def test_each_answer_is_followed_by_what_it_cost():
+    _, _, shown = talk(FakeLLM(), "hi")
+    assert shown.splitlines()[1] == "42 prompt tokens, 30 cached · 0.10 s to first token · 10 tokens/s"
+
+
+def test_the_cost_is_dim_on_a_terminal_and_plain_where_colour_is_unwanted(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[2m42 prompt tokens" in talk(FakeLLM(), "hi", out=Screen())[2]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in talk(FakeLLM(), "hi", out=Screen())[2]
+
+
+def test_an_answer_at_the_limit_says_so():
+    assert "cut at the token limit" in talk(FakeLLM(finish="length"), "hi")[2]
+
+
+def test_reset_forgets_and_system_begins_again():
+    llm = FakeLLM()
+    talk(llm, "one", "/reset", "two", "/system Be brief.", "three", "/system", "four")
+    assert said(llm, 1) == [("user", "two")]
+    assert said(llm, 2) == [("system", "Be brief."), ("user", "three")]
+    assert said(llm, 3) == [("user", "four")]
+
+
+def test_commands_help_exit_and_unknown():
+    llm = FakeLLM()
+    _, terminal, shown = talk(llm, "/help", "/frobnicate", " /usr is a folder", "", "/exit", "never read")
+    assert "/reset" in shown
+    assert "no command /frobnicate" in shown
+    assert said(llm) == [("user", "/usr is a folder")]
+    assert len(llm.asked) == 1
+    assert terminal.lines == ["never read"]
+
+
+def test_a_backslash_continues_the_turn():
+    llm = FakeLLM()
+    _, terminal, _ = talk(llm, "first\\", "second\\", "third")
+    assert said(llm) == [("user", "first\nsecond\nthird")]
+    assert terminal.prompts[:3] == ["> ", ". ", ". "]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said():
+    llm = FakeLLM(words=("Par", "is", " is", " large"), interrupt_at=1)
+    before = signal.getsignal(signal.SIGINT)
+    conversation, _, shown = talk(llm, "hi")
+    assert conversation.turns[-1] == {"role": "assistant", "content": "Paris"}
+    assert "stopped" in shown
+    assert "large" not in shown
+    assert llm.closed == 1, "the request was not cancelled"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_leaves_an_answer_that_does_not_stop():
+    def stuck(messages, sampling):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        yield from ()
+
+    llm = FakeLLM()
+    llm.stream_chat = stuck
+    with pytest.raises(KeyboardInterrupt):
+        talk(llm, "hi")
+
+
+def test_ctrl_c_at_the_prompt_asks_once():
+    llm = FakeLLM()
+    _, terminal, shown = talk(llm, KeyboardInterrupt(), "hi", KeyboardInterrupt(), KeyboardInterrupt(), "never read")
+    assert shown.count("Ctrl-C again to leave") == 2
+    assert len(llm.asked) == 1
+    assert terminal.lines == ["never read"]
+
+
+def test_a_conversation_too_long_is_told_kindly_and_goes_on_after_reset():
+    llm = FakeLLM(limit=200)
+    conversation, _, shown = talk(llm, "short", "long " * 50, "/reset", "short")
+    assert "no longer fits" in shown
+    assert "/reset begins a new one" in shown
+    assert said(llm) == [("user", "short")]
+    assert len(conversation.turns) == 2
+
+
+def test_over_a_pipe_every_line_is_a_turn(llm, monkeypatch, capsys):
+    give(monkeypatch, b"Capital of France?\n\nAnd of Italy?\r\n")
+    assert cli.main(["chat", "--system", "Be brief."]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Paris.\n") == 2
+    assert ">" not in out
+    assert said(llm)[-1] == ("user", "And of Italy?")
+    assert said(llm)[0] == ("system", "Be brief.")
+
+
+def test_an_empty_pipe_is_a_short_conversation(llm, monkeypatch, capsys):
+    give(monkeypatch, b"")
+    assert cli.main(["chat"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_over_a_pipe_an_error_ends_with_exit_code_2(llm, monkeypatch, capsys):
+    llm.limit = 60
+    give(monkeypatch, b"long " * 50)
+    assert cli.main(["chat"]) == 2
+    assert "pando: error: the prompt has" in capsys.readouterr().err
+    with pytest.raises(InvalidPrompt, match="not UTF-8"):
+        chat.read_all(chat.Conversation(llm, SamplingParams(), io.StringIO()), io.BytesIO(b"\xff\n"))
+
+
+def test_lines_typed_are_kept_for_their_owner_alone(tmp_path):
+    readline = pytest.importorskip("readline")
+    file = chat.history_file()
+    assert file == tmp_path / "pando" / "history"
+    before = os.umask(0)
+    try:
+        readline.clear_history()
+        with chat.remembered_lines(file):
+            readline.add_history("my secret question")
+    finally:
+        os.umask(before)
+    assert "my secret question" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    readline.clear_history()
+    with chat.remembered_lines(file):
+        assert readline.get_history_item(1) == "my secret question"
+    readline.clear_history()
+
+
+def test_a_home_that_cannot_be_written_costs_only_the_history(tmp_path):
+    (tmp_path / "pando").write_text("a file where the folder should be")
+    with chat.remembered_lines(chat.history_file()):
+        pass
+
+
+# --- options -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_source_wins(tmp_path):
+    file = tmp_path / "pando.toml"
+    file.write_text('max_num_seqs = 2\npage_size = 16\nmodel = "from-file"\nkv_cache_tokens = "auto"\n')
+    config = load({"max_num_seqs": "4"}, {"PANDO_MAX_NUM_SEQS": "3", "PANDO_PAGE_SIZE": "32", "PANDO_PREFIX_CACHING": "off"}, file)
+    assert (config.max_num_seqs, config.page_size, config.model) == (4, 32, "from-file")
+    assert (config.prefix_caching, config.kv_cache_tokens, config.seed) == (False, None, 0)
+
+
+def test_auto_takes_back_what_an_earlier_source_set():
+    assert load({"threads": "auto"}, {"PANDO_THREADS": "3"}, None).threads is None
+
+
+@pytest.mark.parametrize(
+    ("cli_values", "environ", "toml", "complaint"),
+    [
+        ({}, {}, "max_seqs = 2", "pando.toml: unknown option 'max_seqs'; known are model, device"),
+        ({}, {}, "max_num_seqs = '2'", "pando.toml: max_num_seqs is '2'; it must be a whole number"),
+        ({}, {}, "prefix_caching = 1", "pando.toml: prefix_caching is 1; it must be true or false"),
+        ({}, {}, "seed = true", "pando.toml: seed is True"),
+        ({}, {}, "seed = 1.5", "pando.toml: seed is 1.5"),
+        ({}, {}, "seed = ", "pando.toml: not valid TOML"),
+        ({}, {}, "[engine]\nseed = 1", "pando.toml: unknown option 'engine'"),
+        ({}, {"PANDO_DTYPE": "int3"}, "", "PANDO_DTYPE: dtype is 'int3'; it must be one of auto, float32, bfloat16, float16"),
+        ({}, {"PANDO_PREFIX_CACHING": "maybe"}, "", "PANDO_PREFIX_CACHING: prefix_caching is 'maybe'"),
+        ({}, {"PANDO_SEED": "auto"}, "", "PANDO_SEED: seed is 'auto'"),
+        ({"threads": "many"}, {}, "", "--threads: threads is 'many'; it must be a whole number from 1 to 4096, or auto"),
+        ({"page_size": "-1"}, {}, "", "--page-size: page_size is -1"),
+        ({"model": ""}, {}, "", "--model: model is empty"),
+        ({"pages": 3}, {}, "", "unknown option 'pages'"),
+        ({"kv_cache_tokens": "8"}, {}, "", "less than one page of 64 tokens; raise it to at least 64"),
+    ],
+)
+def test_a_bad_option_names_its_source_and_what_is_expected(tmp_path, cli_values, environ, toml, complaint):
+    file = tmp_path / "pando.toml"
+    file.write_text(toml)
+    with pytest.raises(InvalidOption) as caught:
+        load(cli_values, environ, file)
+    assert complaint in str(caught.value)
+
+
+def test_a_configuration_made_in_python_is_checked_too():
+    with pytest.raises(InvalidOption, match="max_num_batched_tokens is 0"):
+        EngineConfig(max_num_batched_tokens=0)
+    with pytest.raises(InvalidOption, match="device is 'tpu'"):
+        EngineConfig(device="tpu")
+
+
+def test_a_file_of_other_bytes_is_no_configuration(tmp_path):
+    file = tmp_path / "pando.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidOption, match="not valid TOML"):
+        load({}, {}, file)
+
+
+@pytest.mark.parametrize("option", [option for option in fields(EngineConfig) if option.name != "model"], ids=lambda option: option.name)
+def test_every_engine_option_has_a_flag_and_a_sentence(option):
+    flag = "--" + option.name.replace("_", "-")
+    value = (
+        [] if option.name == "prefix_caching" else [{"device": "cpu", "dtype": "float32", "attention": "reference"}.get(option.name, "77")]
+    )
+    arguments = cli.parse(["run", flag, *value, "hi"])
+    assert getattr(arguments, option.name) is not None
+    assert len(option.metadata["doc"]) > 20

@@ -1,0 +1,85 @@
+"""A small model with seeded random weights and a tokenizer of bytes: enough to run the whole engine in milliseconds."""
+
+import torch
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from pando.config import EngineConfig
+from pando.engine.engine import Engine
+from pando.engine.llm import LLM
+from pando.engine.request import Request, SamplingParams, TokenEvent
+from pando.model.config import ModelConfig, Rope
+from pando.model.decoder import Decoder
+from pando.model.load import Model
+from pando.model.tokenizer import Tokenizer
+from pando.model.weights import LayerWeights, Norm, Weights
+
+END = 256
+VOCAB = 257
+
+
+def tiny_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Library(models.BPE({char: i for i, char in enumerate(alphabet)} | {"<end>": END}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<end>"])
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    return Tokenizer(library.to_str(), {"eos_token": "<end>"}, [], template)
+
+
+def tiny_model(seed: int = 0, *, positions: str = "rope", dtype: torch.dtype = torch.float32, max_positions: int = 512) -> Model:
+    config = ModelConfig(
+        family="llama", vocab_size=VOCAB, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48,
+        max_positions=max_positions, positions=positions, norm="rms", norm_eps=1e-5, activation="silu", gated=True, block="sequential",
+        softmax_scale=8**-0.5, rope=Rope(10000.0, 8) if positions == "rope" else None,
+    )  # fmt: skip
+    make = torch.Generator().manual_seed(seed)
+
+    def weight(*shape: int, scale: float = 0.25) -> torch.Tensor:
+        return (torch.randn(shape, generator=make) * scale).to(dtype)
+
+    def norm() -> Norm:
+        return Norm((1 + 0.1 * torch.randn(32, generator=make)).to(dtype), None)
+
+    layers = tuple(
+        LayerWeights(norm(), norm(), weight(64, 32), None, weight(32, 32), None, weight(96, 32), None, weight(32, 48), None, None, None)
+        for _ in range(config.layers)
+    )
+    table = weight(max_positions, 32) if positions == "learned" else None
+    weights = Weights(weight(VOCAB, 32, scale=1.0), table, None, layers, norm(), weight(VOCAB, 32, scale=1.0), None)
+    return Model(config, Decoder(config, weights), tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, torch.device("cpu"))
+
+
+def tiny_config(**options: object) -> EngineConfig:
+    defaults: dict[str, object] = {"page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    return EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+def tiny_engine(model: Model | None = None, **options: object) -> Engine:
+    return Engine(model or tiny_model(), tiny_config(**options))
+
+
+def tiny_llm(model: Model | None = None, **options: object) -> LLM:
+    return LLM.from_config(tiny_config(**options), model or tiny_model())
+
+
+def greedy(tokens: int = 16, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, requests: list[Request], steps: int = 10_000) -> dict[tuple[str, int], list[TokenEvent]]:
+    """Adds requests and steps until all is answered."""
+    for request in requests:
+        engine.add(request)
+    return drain(engine, steps)
+
+
+def drain(engine: Engine, steps: int = 10_000) -> dict[tuple[str, int], list[TokenEvent]]:
+    events: dict[tuple[str, int], list[TokenEvent]] = {}
+    for _ in range(steps):
+        if not engine.has_work:
+            return events
+        for event in engine.step():
+            events.setdefault((event.request_id, event.index), []).append(event)
+    raise AssertionError(f"still at work after {steps} steps: {engine.stats()}")
