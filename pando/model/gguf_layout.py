@@ -1,4 +1,4 @@
-"""From GGUF's names and orders back to those of Hugging Face, one table per architecture."""
+"""From GGUF's settings, names and orders back to those of Hugging Face, per architecture."""
 
 import math
 import re
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BadModelFile, UnsupportedModel
+from .gguf_names import BLOOM, FALCON, FALCON_TWO_NORMS, GPT2, LLAMA, MPT, PHI2, QWEN3
 
 Array = np.ndarray[Any, Any]
 Config = dict[str, Any]
@@ -88,7 +89,7 @@ def layout_of(path: Path, metadata: Mapping[str, Any], shapes: Mapping[str, tupl
         raise UnsupportedModel(f"{path}: GGUF architecture {architecture!r} is not supported; Pando converts {known}")
     family, fields = _FAMILIES[architecture], _Fields(path, metadata, architecture)
     if "blk.0.attn_norm_2.weight" in shapes and architecture == "falcon":
-        family = replace(family, names=_FALCON_TWO_NORMS)
+        family = replace(family, names=FALCON_TWO_NORMS)
     if fields.get("expert_count", 0):
         raise UnsupportedModel(f"{path}: a mixture of {fields.get('expert_count')} experts; Pando runs dense models only")
     if "token_embd.weight" not in shapes:
@@ -309,73 +310,13 @@ def _by_group(stem: str, values: Array, config: Config) -> Array:
     return np.concatenate(grouped, axis=1).reshape(values.shape)
 
 
-_LLAMA = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "model.layers.{}.input_layernorm",
-    "attn_q": "model.layers.{}.self_attn.q_proj",
-    "attn_k": "model.layers.{}.self_attn.k_proj",
-    "attn_v": "model.layers.{}.self_attn.v_proj",
-    "attn_output": "model.layers.{}.self_attn.o_proj",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "ffn_up": "model.layers.{}.mlp.up_proj",
-    "ffn_down": "model.layers.{}.mlp.down_proj",
-}
-_QWEN3 = {**_LLAMA, "attn_q_norm": "model.layers.{}.self_attn.q_norm", "attn_k_norm": "model.layers.{}.self_attn.k_norm"}
-_PHI2 = {
-    **{stem: name for stem, name in _LLAMA.items() if stem not in ("ffn_gate", "ffn_norm")},
-    "output_norm": "model.final_layernorm",
-    "attn_output": "model.layers.{}.self_attn.dense",
-    "ffn_up": "model.layers.{}.mlp.fc1",
-    "ffn_down": "model.layers.{}.mlp.fc2",
-}
-_GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "transformer.h.{}.ln_1",
-    "attn_qkv": "transformer.h.{}.attn.c_attn",
-    "attn_output": "transformer.h.{}.attn.c_proj",
-    "ffn_norm": "transformer.h.{}.ln_2",
-    "ffn_up": "transformer.h.{}.mlp.c_fc",
-    "ffn_down": "transformer.h.{}.mlp.c_proj",
-}
-_BLOOM = {
-    "token_embd": "transformer.word_embeddings",
-    "token_embd_norm": "transformer.word_embeddings_layernorm",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "transformer.h.{}.input_layernorm",
-    "attn_qkv": "transformer.h.{}.self_attention.query_key_value",
-    "attn_output": "transformer.h.{}.self_attention.dense",
-    "ffn_norm": "transformer.h.{}.post_attention_layernorm",
-    "ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
-    "ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
-}
-_FALCON = {stem: name for stem, name in _BLOOM.items() if stem not in ("ffn_norm", "token_embd_norm")}
-_FALCON_TWO_NORMS = {**_FALCON, "attn_norm_2": "transformer.h.{}.ln_attn", "attn_norm": "transformer.h.{}.ln_mlp"}
-_MPT = {
-    "token_embd": "transformer.wte",
-    "output_norm": "transformer.norm_f",
-    "output": "lm_head",
-    "attn_norm": "transformer.blocks.{}.norm_1",
-    "attn_qkv": "transformer.blocks.{}.attn.Wqkv",
-    "attn_output": "transformer.blocks.{}.attn.out_proj",
-    "ffn_norm": "transformer.blocks.{}.norm_2",
-    "ffn_up": "transformer.blocks.{}.ffn.up_proj",
-    "ffn_down": "transformer.blocks.{}.ffn.down_proj",
-}
-
 _FAMILIES = {
-    "llama": _Family(_rotary, _LLAMA, _halves),
-    "qwen2": _Family(_rotary, _LLAMA, _as_it_is),
-    "qwen3": _Family(_rotary, _QWEN3, _as_it_is),
-    "phi2": _Family(_phi2, _PHI2, _as_it_is),
-    "falcon": _Family(_falcon, _FALCON, _by_group),
-    "bloom": _Family(_bloom, _BLOOM, _by_head),
-    "mpt": _Family(_mpt, _MPT, _as_it_is),
-    "gpt2": _Family(_gpt2, _GPT2, _as_it_is, frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"})),
+    "llama": _Family(_rotary, LLAMA, _halves),
+    "qwen2": _Family(_rotary, LLAMA, _as_it_is),
+    "qwen3": _Family(_rotary, QWEN3, _as_it_is),
+    "phi2": _Family(_phi2, PHI2, _as_it_is),
+    "falcon": _Family(_falcon, FALCON, _by_group),
+    "bloom": _Family(_bloom, BLOOM, _by_head),
+    "mpt": _Family(_mpt, MPT, _as_it_is),
+    "gpt2": _Family(_gpt2, GPT2, _as_it_is, frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"})),
 }

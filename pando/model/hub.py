@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BadModelFile, FetchFailed, ModelNotFound, PandoError, UnsupportedModel
-from .shelf import Progress, Shelf
 from .gguf import CONVERTER_VERSION, convert
+from .shelf import Progress, Shelf
 
 
 @dataclass(frozen=True)

