@@ -43,7 +43,7 @@ bench: .venv/.bench
 dev: .venv/.dev
 
 format: .venv/.dev
-	$(BIN)/ruff check --fix
+	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
 clean:
@@ -62,4 +62,4 @@ clean:
 .venv/.core .venv/.dev .venv/.bench: .venv/.made pyproject.toml constraints.txt
 	@echo "Installing pando-llm$(EXTRAS) into .venv (once; a few minutes)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.$(EXTRAS)'
-	@touch $@
+	@touch .venv/.core $@

@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not error.name or error.name.split(".")[0] == __package__:
             raise
-        print(f"pando: error: the package {error.name} is missing here; `pip install pando-llm`, or in a checkout `make dev`", file=sys.stderr)
+        print(
+            f"pando: error: the package {error.name} is missing here; install it, or in a checkout everything with `make dev`",
+            file=sys.stderr,
+        )
         return EXIT_INPUT
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -71,7 +74,7 @@ def _dispatch(argv: list[str]) -> int:
 def _chat(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     sampling = _sampling(arguments, config)
-    chat(make_llm(config), config.model, sampling, arguments.system or "")
+    chat(make_llm(config), config.model, sampling, utf8(arguments.system or ""))
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -80,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> None:
     prompt = utf8(arguments.prompt if arguments.prompt != "-" else sys.stdin.buffer.read())
     if arguments.raw and arguments.system is not None:
         raise InvalidOption("--system is part of a chat template, and --raw uses none; give one of the two")
-    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    system = [{"role": "system", "content": utf8(arguments.system)}] if arguments.system else []
     messages = [*system, {"role": "user", "content": prompt}]
     llm = make_llm(config)
     if sampling.n == 1 and not arguments.json:

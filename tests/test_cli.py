@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import types
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -250,6 +251,15 @@ sys.exit(cli.main(["run", "hi"]))
         assert process.wait(timeout=60) == 141
 
 
+def test_bench_reads_its_own_arguments(monkeypatch):
+    given = []
+    bench = types.ModuleType("pando.bench.foundation")
+    bench.main = lambda argv: given.append(argv) or 7
+    monkeypatch.setitem(sys.modules, "pando.bench.foundation", bench)
+    assert cli.main(["bench", "--quick", "-h"]) == 7
+    assert given == [["--quick", "-h"]]
+
+
 # --- pando pull --------------------------------------------------------------------------------------------------------------------
 
 
@@ -478,7 +488,7 @@ def test_auto_takes_back_what_an_earlier_source_set():
         ({}, {"PANDO_SEED": "auto"}, "", "PANDO_SEED: seed is 'auto'"),
         ({"threads": "many"}, {}, "", "--threads: threads is 'many'; it must be a whole number from 1 to 4096, or auto"),
         ({"page_size": "-1"}, {}, "", "--page-size: page_size is -1"),
-        ({"model": ""}, {}, "", "--model: model is empty"),
+        ({"model": ""}, {}, "", "MODEL: model is empty"),
         ({"pages": 3}, {}, "", "unknown option 'pages'"),
         ({"kv_cache_tokens": "8"}, {}, "", "less than one page of 64 tokens; raise it to at least 64"),
     ],

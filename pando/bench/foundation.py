@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,21 +49,26 @@ def main(argv: Sequence[str]) -> int:
         setting = cases.prepare(model, gather(arguments.text, arguments.data, os.environ), _size(arguments), arguments.threads)
         facts = machine(arguments.threads, " ".join(["pando bench", *argv]))
         facts |= {"model": "random weights" if arguments.random_weights else model} | setting.facts()
-        print("\n".join(f"{name:<13} {value}" for name, value in facts.items()), flush=True)
+        print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
         results: list[Result] = []
         for name in names:
             print(f"\nmeasuring {name} ...", flush=True)
-            results += CASES[name](setting)
+            results += [_unjudged(result) if arguments.quick else result for result in CASES[name](setting)]
     print("\n" + table(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
     return 0
 
 
+def _unjudged(result: Result) -> Result:
+    """The promised ratios are those of the full sizes."""
+    return result if result.ratio is None else replace(result, target="", met=None)
+
+
 def _size(arguments: argparse.Namespace) -> cases.Size:
     size = cases.QUICK if arguments.quick else cases.FULL
     tokens = None if arguments.full else arguments.ppl_tokens or size.scored_tokens
-    return cases.Size(**{**vars(size), "scored_tokens": tokens, "repeats": arguments.repeats or size.repeats})
+    return replace(size, scored_tokens=tokens, repeats=arguments.repeats or size.repeats)
 
 
 def _parser() -> Parser:

@@ -88,6 +88,7 @@ class Engine:
 
     # ---- a step
 
+    @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         schedule = self.scheduler.next()
         logits = self._forward(schedule)

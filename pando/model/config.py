@@ -171,7 +171,7 @@ def _short(value: object) -> str:
     return "missing" if value is None else repr(value)[:60]
 
 
-def _read(facts: _Facts) -> ModelConfig:
+def _family(facts: _Facts) -> tuple[str, _Family]:
     name = facts.find("model_type")
     if not isinstance(name, str):
         raise BadModelFile(f"model_type in config.json is {_short(name)}; is this the config of a language model?")
@@ -180,14 +180,18 @@ def _read(facts: _Facts) -> ModelConfig:
         raise UnsupportedModel(f"the architecture {_short(name)} is not supported; Pando runs {', '.join(_FAMILIES)}")
     if facts.find("quantization_config"):
         raise UnsupportedModel("the checkpoint is quantized (quantization_config); use the original in float32, float16 or bfloat16")
-    attention = facts.inner("attn_config")  # MPT keeps what concerns attention here
     facts.only(family.only)
-    attention.only(_MPT_ATTENTION)
+    return name, family
 
+
+def _read(facts: _Facts) -> ModelConfig:
+    name, family = _family(facts)
+    attention = facts.inner("attn_config")  # MPT keeps what concerns attention here
+    attention.only(_MPT_ATTENTION)
     hidden = facts.whole(2**18, "hidden_size", "n_embd", "d_model", "n_embed")
     layers = facts.whole(4096, "num_hidden_layers", "n_layer", "n_layers")
     heads = facts.whole(4096, "num_attention_heads", "n_head", "n_heads")
-    kv_heads = _kv_heads(facts, name, heads)
+    ratio = facts.whole(64, "expansion_ratio", default=4)
     head_dim = _head_dim(facts, name, hidden, heads)
     scale = 1.0 if name == "gpt2" and not facts.flag("scale_attn_weights", True) else head_dim**-0.5
     rope = _rope(facts, family, head_dim) if family.positions == "rope" else None
@@ -198,11 +202,9 @@ def _read(facts: _Facts) -> ModelConfig:
         hidden_size=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=_kv_heads(facts, name, heads),
         head_dim=head_dim,
-        intermediate_size=facts.whole(
-            2**22, "intermediate_size", "ffn_hidden_size", "n_inner", default=hidden * facts.whole(64, "expansion_ratio", default=4)
-        ),
+        intermediate_size=facts.whole(2**22, "intermediate_size", "ffn_hidden_size", "n_inner", default=hidden * ratio),
         max_positions=_context(facts, family, layers, rope),
         positions=family.positions,
         norm=family.norm,

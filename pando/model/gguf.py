@@ -163,13 +163,12 @@ def _encodings() -> dict[int, tuple[int, int]]:
 def convert(path: Path, into: Path, progress: Progress) -> None:
     """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the existing directory `into`, on disk."""
     file = read(path)
-    rope_factors = file.tensors.get("rope_freqs.weight")
-    layout = layout_of(
-        path,
-        file.metadata,
-        {name: tensor.shape for name, tensor in file.tensors.items()},
-        None if rope_factors is None else _values(path, rope_factors),
-    )
+    factors = file.tensors.get("rope_freqs.weight")
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    layout = layout_of(path, file.metadata, shapes, None if factors is None else _values(path, factors))
+    tokens, rows = len(file.metadata.get("tokenizer.ggml.tokens", ())), layout.config["vocab_size"]
+    if tokens > rows:
+        raise BadModelFile(f"{path}: {tokens} tokens but only {rows} embeddings; the file is corrupt")
     _check_encodings(file)
     (into / "config.json").write_text(json.dumps(layout.config, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(path, file.metadata, into)

@@ -24,6 +24,7 @@ _NOT_WEIGHTS = {"rope_freqs.weight"}  # becomes config
 class Layout:
     """How one file becomes a Hugging Face model. `names` is in the order of writing: GGUF name -> Hugging Face name."""
 
+    path: Path
     config: Config
     names: Mapping[str, str]
     arrange_stem: Arrange
@@ -35,7 +36,7 @@ class Layout:
         try:
             arranged = self.arrange_stem(match["stem"], values, self.config)
         except ValueError as error:
-            raise BadModelFile(f"tensor {name} of shape {values.shape} does not fit the number of heads; the file is corrupt") from error
+            raise BadModelFile(f"{self.path}: {name} of shape {values.shape} does not fit the number of heads; it is corrupt") from error
         return arranged.T if self._is_transposed(name) else arranged
 
     def shape(self, name: str, shape: tuple[int, ...]) -> list[int]:
@@ -99,7 +100,7 @@ def layout_of(path: Path, metadata: Mapping[str, Any], shapes: Mapping[str, tupl
         if "head_dim" not in config:
             raise UnsupportedModel(f"{path}: RoPE factors in a model of architecture {architecture}; Pando knows them in Llama only")
         config["rope_scaling"] = _llama3_scaling(path, rope_factors, config)
-    return Layout(config, _names(path, family, shapes, fields.whole("block_count")), family.arrange, family.transposed)
+    return Layout(path, config, _names(path, family, shapes, fields.whole("block_count")), family.arrange, family.transposed)
 
 
 def _names(path: Path, family: _Family, shapes: Mapping[str, tuple[int, ...]], layers: int) -> dict[str, str]:
@@ -155,7 +156,7 @@ def _rotary(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Config:
         "rope_theta": fields.real("rope.freq_base", 10000.0),
     }
     if fields.architecture != "qwen2":
-        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+        config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_up.bias" in shapes}
     scaling = _scaling(fields)
     return config if scaling is None else {**config, "rope_scaling": scaling}
 
@@ -242,7 +243,7 @@ def _falcon(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Config:
         "new_decoder_architecture": kv_heads > 1,
         "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in shapes else 1,
         "parallel_attn": True,
-        "bias": False,
+        "bias": "blk.0.attn_qkv.bias" in shapes,
         "alibi": False,
         "max_position_embeddings": fields.whole("context_length"),
         "layer_norm_epsilon": fields.real("attention.layer_norm_epsilon"),
@@ -263,7 +264,8 @@ def _bloom(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Config:
 
 
 def _mpt(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Config:
-    attention: Config = {"alibi": True, "alibi_bias_max": fields.real("attention.max_alibi_bias", 8.0)}
+    steepest = fields.real("attention.max_alibi_bias", 8.0)
+    attention: Config = {"alibi": True, "alibi_bias_max": int(steepest) if steepest.is_integer() else steepest}
     if fields.get("attention.clamp_kqv"):
         attention["clip_qkv"] = fields.real("attention.clamp_kqv")
     return {

@@ -167,5 +167,5 @@ def _cut(rule: str) -> pre_tokenizers.PreTokenizer:
         threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
         marks, numbers = pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.Digits(individual_digits=False)
         return pre_tokenizers.Sequence([marks, words, numbers, threes])
-    patterns = {_LLAMA3: _WORDS % "{1,3}", _QWEN2: _WORDS % "", _BLOOM: r" ?[^(\s|[.,!?…。，、।۔،])]+"}  # noqa: RUF001
+    patterns = {_LLAMA3: _WORDS % "{1,3}", _QWEN2: _WORDS % "", _BLOOM: r" ?[^(\s|[.,!?…。，、।۔،])]+"}
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(patterns[rule]), "isolated"), bytes_only])

@@ -46,10 +46,10 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelNotFound(f"{directory} has no tokenizer.json; save the model's fast tokenizer there")
-        settings = _json(directory / "tokenizer_config.json")
+        settings = {**_json(directory / "special_tokens_map.json"), **_json(directory / "tokenizer_config.json")}
         others = [_json(directory / name) for name in ("generation_config.json", "config.json")]
         ends = [token for config in others for token in _ids(config.get("eos_token_id"))]
-        return cls(path.read_text(encoding="utf-8"), settings, ends, _chat_template(directory, settings))
+        return cls(_text(path), settings, ends, _chat_template(directory, settings))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: the names of special tokens mean those tokens, and what the model expects around a text is added, but never twice.
@@ -183,11 +183,18 @@ def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
         yield decoder
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModelFile(f"{path} cannot be read: {error}; fetch the model again") from error
+
+
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_text(path))
     except ValueError as error:
         raise BadModelFile(f"{path} is not JSON ({error}); fetch the model again") from error
     return found if isinstance(found, dict) else {}
@@ -206,7 +213,7 @@ def _ids(value: Any) -> list[int]:
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | Mapping[str, str] | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _text(file)
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = [entry for entry in found if isinstance(entry, Mapping) and {"name", "template"} <= entry.keys()]

@@ -75,7 +75,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     assert factor == pytest.approx(model.model.rotary_emb.attention_scaling)
 
 
-@pytest.mark.parametrize("original", [3, 5, 7])
+@pytest.mark.parametrize("original", [1, 2, 7])
 def test_yarn_of_a_context_too_short_for_one_turn_is_that_of_transformers(original: int) -> None:
     scaling = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": original}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**LLAMA | {"rope_parameters": scaling}))

@@ -1,0 +1,102 @@
+"""Reuse never changes an answer: the same requests with everything on, and with everything off, token for token."""
+
+import random
+
+import pytest
+import torch
+
+from pando.engine.engine import Engine
+from pando.engine.request import Request, SamplingParams
+from pando.model.load import Model
+
+from .tiny import greedy, run, tiny_engine, tiny_model
+
+Answers = dict[tuple[str, int], list[int]]
+
+
+def workload(chance: random.Random) -> list[Request]:
+    """Requests that share beginnings of every length, some forked, some identical."""
+    trunks = [[chance.randrange(256) for _ in range(60)] for _ in range(2)]
+    requests = []
+    for number in range(chance.randint(2, 12)):
+        prompt = chance.choice(trunks)[: chance.randint(0, 60)] + [chance.randrange(256) for _ in range(chance.randint(1, 30))]
+        if requests and chance.random() < 0.2:
+            prompt = list(chance.choice(requests).prompt)
+        requests.append(Request(f"r{number}", prompt, greedy(chance.randint(1, 30), n=chance.choice([1, 1, 3]))))
+    return requests
+
+
+def played(engine: Engine, requests: list[Request], chance: random.Random) -> Answers:
+    """Requests join while others run, and some are cancelled half way; what was said until then still counts."""
+    waiting, said = list(requests), {}
+    for _ in range(5000):
+        while waiting and chance.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if waiting or engine.has_work:
+            for event in engine.step():
+                said.setdefault((event.request_id, event.index), []).append(event.token)
+            if chance.random() < 0.01 and engine.answers:
+                engine.cancel(next(iter(engine.answers)).request_id)
+        else:
+            return said
+    raise AssertionError("the engine never came to rest")
+
+
+def plain(model: Model, requests: list[Request]) -> Answers:
+    engine = tiny_engine(model, prefix_caching=False, attention="reference")
+    return {key: [event.token for event in events] for key, events in run(engine, requests).items()}
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+def test_reuse_on_and_off_give_the_same_tokens(positions: str) -> None:
+    model = tiny_model(positions=positions)
+    preempted = evicted = cached = shared = 0
+    for seed in range(25):
+        chance = random.Random(seed)
+        requests = workload(chance)
+        engine = tiny_engine(model, kv_cache_tokens=chance.choice([160, 240, 400, 4000]), max_num_batched_tokens=chance.choice([7, 33, 64]))
+        expected = plain(model, requests)
+        for _ in range(2):  # the second time over what the first left behind
+            before = engine.tree.pages
+            for key, tokens in played(engine, requests, chance).items():
+                assert tokens == expected[key][: len(tokens)], f"seed {seed}, {key}"
+            evicted += engine.tree.pages < before
+            shared += len(engine.batcher.plan.shared)
+        cached += engine.tree.pages
+        preempted += engine.stats().preemptions
+        engine.clear_cache()
+        assert engine.pages_in_use == 0, "a page was lost"
+        assert len({tuple(answer) for answer in expected.values()}) > 1, "the model says the same to everything"
+    assert preempted > 5
+    assert evicted
+    assert cached
+    assert shared, "no step ended with a shared read"
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
+    model = tiny_model()
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20, ignore_eos=True, top_p=0.9, n=2)
+    asked = Request("asked", [1, 2, 3, 4, 5, 6], params)
+    alone = run(tiny_engine(model), [asked])
+    chance = random.Random(1)
+    others = [Request(f"o{i}", [1, 2, 3, 4, chance.randrange(256)], SamplingParams(temperature=1.0, max_tokens=25)) for i in range(6)]
+    together = run(tiny_engine(model, max_num_batched_tokens=16), [*others, asked])
+    for index in range(2):
+        assert [e.token for e in alone["asked", index]] == [e.token for e in together["asked", index]]
+    assert [e.token for e in alone["asked", 0]] != [e.token for e in alone["asked", 1]]
+
+
+def test_in_sixteen_bits_reuse_stays_within_the_rounding() -> None:
+    """Logprobs of the same continuation, cold and over a cached prefix."""
+    model = tiny_model(dtype=torch.bfloat16)
+    prompt = list(range(40, 90))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    engine = tiny_engine(model)
+    cold = run(engine, [Request("cold", prompt, params)])["cold", 0][0]
+    warm = run(engine, [Request("warm", prompt, params)])["warm", 0][0]
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 49)
+    assert cold.logprobs is not None
+    assert warm.logprobs is not None
+    for token in cold.logprobs.keys() & warm.logprobs.keys():
+        assert warm.logprobs[token].logprob == pytest.approx(cold.logprobs[token].logprob, abs=0.15)
+    assert len(cold.logprobs.keys() & warm.logprobs.keys()) >= 4
