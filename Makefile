@@ -5,6 +5,7 @@ BIN := .venv/bin
 MODEL ?=
 PROMPT ?= What is the capital of France?
 ARGS ?=
+BENCH_DATA ?= $(or $(PANDO_BENCH_DATA),$(wildcard ../shared/data))
 
 .DEFAULT_GOAL := help
 .PHONY: help chat run test check bench dev format clean
@@ -38,7 +39,7 @@ check: .venv/.dev
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: .venv/.bench
-	@$(BIN)/pando bench $(ARGS)
+	@$(if $(BENCH_DATA),PANDO_BENCH_DATA='$(BENCH_DATA)' )$(BIN)/pando bench $(ARGS)
 
 dev: .venv/.dev
 

@@ -45,6 +45,7 @@ class EngineConfig:
     seed: int = _option(0, "where sampling starts for requests that bring no seed of their own", 0, 2**63 - 1)
     threads: int | None = _option(None, "CPU threads; auto: one per core", 1, 2**12)
     attention: Attention = _option("auto", "auto takes the fast path of the device; reference takes the slow definition, for comparison")
+    native: bool = _option(True, "use Pando's compiled CPU kernels, which need a C compiler at the first start; otherwise torch's")
     cache_salt: str = _option("", "part of every cache key: requests under different salts never share cached context")
 
     def __post_init__(self) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
@@ -80,6 +79,8 @@ def llama_tensors(vocabulary: int, layers: int = 1) -> dict[str, np.ndarray]:
 def write_gguf(
     path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], encoding: str = "F32"
 ) -> Path:
+    import gguf  # here, so that a host without it runs every other test
+
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in metadata.items():
         _add(writer, name, value)
@@ -96,7 +97,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+def _add(writer: Any, name: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)
     elif isinstance(value, int):

@@ -1,6 +1,8 @@
 """Reuse never changes an answer: the same requests with everything on, and with everything off, token for token."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,61 +18,65 @@ Answers = dict[tuple[str, int], list[int]]
 
 def workload(chance: random.Random) -> list[Request]:
     """Requests that share beginnings of every length, some forked, some identical."""
-    trunks = [[chance.randrange(256) for _ in range(60)] for _ in range(2)]
+    trunks = [[chance.randrange(256) for _ in range(30)] for _ in range(2)]
     requests = []
-    for number in range(chance.randint(2, 12)):
-        prompt = chance.choice(trunks)[: chance.randint(0, 60)] + [chance.randrange(256) for _ in range(chance.randint(1, 30))]
+    for number in range(chance.randint(2, 10)):
+        prompt = chance.choice(trunks)[: chance.randint(0, 30)] + [chance.randrange(256) for _ in range(chance.randint(1, 12))]
         if requests and chance.random() < 0.2:
             prompt = list(chance.choice(requests).prompt)
-        requests.append(Request(f"r{number}", prompt, greedy(chance.randint(1, 30), n=chance.choice([1, 1, 3]))))
+        requests.append(Request(f"r{number}", prompt, greedy(chance.randint(1, 36), n=chance.choice([1, 1, 3]))))
     return requests
 
 
-def played(engine: Engine, requests: list[Request], chance: random.Random) -> Answers:
+def played(engine: Engine, requests: list[Request], chance: random.Random, seen: Counter[str]) -> Answers:
     """Requests join while others run, and some are cancelled half way; what was said until then still counts."""
     waiting, said = list(requests), {}
+    held = engine.tree.pages
     for _ in range(5000):
         while waiting and chance.random() < 0.5:
             engine.add(waiting.pop(0))
         if waiting or engine.has_work:
             for event in engine.step():
                 said.setdefault((event.request_id, event.index), []).append(event.token)
+            seen["shared"] += len(engine.batcher.plan.shared)
+            seen["evicted"] += engine.tree.pages < held
+            held = engine.tree.pages
             if chance.random() < 0.01 and engine.answers:
                 engine.cancel(next(iter(engine.answers)).request_id)
+                seen["cancelled"] += 1
         else:
             return said
     raise AssertionError("the engine never came to rest")
 
 
-def plain(model: Model, requests: list[Request]) -> Answers:
+def plain(model: Model, requests: list[Request]) -> dict[str, list[int]]:
+    """What each request says with nothing shared. The answers of a greedy fork are alike, so one of them is enough."""
     engine = tiny_engine(model, prefix_caching=False, attention="reference")
-    return {key: [event.token for event in events] for key, events in run(engine, requests).items()}
+    said = run(engine, [replace(request, params=replace(request.params, n=1)) for request in requests])
+    return {name: [event.token for event in events] for (name, _), events in said.items()}
 
 
 @pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
 def test_reuse_on_and_off_give_the_same_tokens(positions: str) -> None:
     model = tiny_model(positions=positions)
-    preempted = evicted = cached = shared = 0
-    for seed in range(25):
+    seen: Counter[str] = Counter()
+    for seed in range(5):
         chance = random.Random(seed)
         requests = workload(chance)
-        engine = tiny_engine(model, kv_cache_tokens=chance.choice([160, 240, 400, 4000]), max_num_batched_tokens=chance.choice([7, 33, 64]))
+        engine = tiny_engine(model, kv_cache_tokens=chance.choice([80, 80, 120, 2000]), max_num_batched_tokens=chance.choice([7, 33, 64]))
         expected = plain(model, requests)
         for _ in range(2):  # the second time over what the first left behind
-            before = engine.tree.pages
-            for key, tokens in played(engine, requests, chance).items():
-                assert tokens == expected[key][: len(tokens)], f"seed {seed}, {key}"
-            evicted += engine.tree.pages < before
-            shared += len(engine.batcher.plan.shared)
-        cached += engine.tree.pages
-        preempted += engine.stats().preemptions
+            for (name, index), tokens in played(engine, requests, chance, seen).items():
+                assert tokens == expected[name][: len(tokens)], f"seed {seed}, {name}, answer {index}"
+                seen["forked"] += index > 0
+        seen["cached"] += engine.tree.pages
+        seen["preempted"] += engine.stats().preemptions
         engine.clear_cache()
         assert engine.pages_in_use == 0, "a page was lost"
         assert len({tuple(answer) for answer in expected.values()}) > 1, "the model says the same to everything"
-    assert preempted > 5
-    assert evicted
-    assert cached
-    assert shared, "no step ended with a shared read"
+    assert seen["preempted"] > 5
+    for what in ("shared", "cached", "evicted", "cancelled", "forked"):
+        assert seen[what], f"nothing was {what}"
 
 
 def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
@@ -86,6 +92,7 @@ def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
     assert [e.token for e in alone["asked", 0]] != [e.token for e in alone["asked", 1]]
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 computes it the slow way
 def test_in_sixteen_bits_reuse_stays_within_the_rounding() -> None:
     """Logprobs of the same continuation, cold and over a cached prefix."""
     model = tiny_model(dtype=torch.bfloat16)

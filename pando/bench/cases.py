@@ -14,10 +14,12 @@ from ..engine.request import Request, RequestOutput, SamplingParams
 from ..errors import InvalidOption
 from ..model.hub import resolve
 from .baseline import Baseline, usable
-from .measure import Result, bounded, compared, counted, interleave
+from .measure import Result, bounded, compared, counted, interleave, worthwhile
 from .workloads import Texts, prefix, questions, windows
 
 OURS = "Pando"
+PROBE_TOKENS = 4
+CLEARLY_SLOWER = 2  # a variant of the baseline this many times slower than its best, when probed, is not measured further
 TIE = 1e-4  # a gap of logits below this is rounding, and is reported as such
 SYSTEM = "Answer questions about the following text, or about anything else, in one short paragraph.\n\n"
 
@@ -119,14 +121,17 @@ def decode_shared(setting: Setting) -> list[Result]:
     size = setting.size
     shared = prefix(setting.encode, setting.texts.prose, size.prefix)
     asked = questions(setting.encode, setting.texts.prompts, size.rows, size.question)
-    runs: dict[str, Callable[[], float]] = {OURS: lambda: _serve_shared(setting.llm, shared, asked, size.answer).rate}
+    variants: dict[str, Callable[[int], float]] = {}
     for baseline in setting.baselines:
         kept = baseline.prefill(shared)[1]
-        runs[f"{baseline.name}, growing cache"] = partial(baseline.time_shared, kept, asked, size.answer)
-        runs[f"{baseline.name}, static cache"] = partial(baseline.time_shared_static, kept, asked, size.answer)
+        variants[f"{baseline.name}, growing cache"] = partial(baseline.time_shared, kept, asked)
+        variants[f"{baseline.name}, static cache"] = partial(baseline.time_shared_static, kept, asked)
+    names, note = worthwhile({name: run(PROBE_TOKENS) for name, run in variants.items()}, CLEARLY_SLOWER)
+    runs: dict[str, Callable[[], float]] = {OURS: lambda: _serve_shared(setting.llm, shared, asked, size.answer).rate}
+    runs |= {name: partial(variants[name], size.answer) for name in names}
     samples = interleave(runs, size.repeats)
     case = f"decode, {size.rows} requests over {size.prefix} shared tokens"
-    return [compared(case, samples, "tokens/s", ours=OURS, higher=True, at_least=4)]
+    return [compared(case, samples, "tokens/s", ours=OURS, higher=True, at_least=4, note=note)]
 
 
 def _serve_shared(llm: LLM, shared: Sequence[int], asked: Sequence[Sequence[int]], count: int) -> Served:

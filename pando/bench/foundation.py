@@ -13,7 +13,7 @@ from typing import NoReturn
 from ..errors import InvalidOption
 from . import cases
 from .baseline import library, write_random_model
-from .measure import Result, as_json, machine, table
+from .measure import Result, as_json, line, machine, table
 from .workloads import DATA_VARIABLE, gather
 
 CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
         results: list[Result] = []
         for name in names:
             print(f"\nmeasuring {name} ...", flush=True)
-            results += [_unjudged(result) if arguments.quick else result for result in CASES[name](setting)]
+            measured = [_unjudged(result) if arguments.quick else result for result in CASES[name](setting)]
+            print("\n".join(map(line, measured)), flush=True)
+            results += measured
     print("\n" + table(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")

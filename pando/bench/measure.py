@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 Samples = dict[str, list[float]]
+_VERDICTS = {True: "yes", False: "NO", None: ""}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ def interleave(runs: Mapping[str, Callable[[], float]], repeats: int) -> Samples
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             samples[name].append(runs[name]())
     return samples
+
+
+def worthwhile(probes: Mapping[str, float], times: float) -> tuple[list[str], str]:
+    """Of variants probed once, those at most `times` slower than the best, by rate; and a note on those left out."""
+    top = max(probes.values())
+    kept = [name for name, rate in probes.items() if rate * times >= top]
+    dropped = [f"{name} ({top / rate:.1f}x slower)" for name, rate in probes.items() if name not in kept]
+    return kept, f"not measured after a short probe: {', '.join(dropped)}" if dropped else ""
 
 
 def best(samples: Samples, names: Sequence[str], higher: bool) -> str:
@@ -60,6 +69,15 @@ def bounded(case: str, value: float, unit: str, at_most: float, theirs: float | 
     return Result(case, value, unit, theirs, target=f"<= {at_most:g}", met=value <= at_most, note=note)
 
 
+def line(result: Result) -> str:
+    """One result, for those who wait for the table."""
+    parts = [f"{_number(result.ours)} {result.unit}".rstrip()]
+    parts += [f"against {_number(result.theirs)}"] * (result.theirs is not None)
+    parts += [f"{result.ratio:.2f}x"] if result.ratio is not None else []
+    parts += [f"target {result.target}: {_VERDICTS[result.met]}"] if result.target else []
+    return f"  {result.case}: {', '.join(parts)}" + (f" ({result.note})" if result.note else "")
+
+
 def table(results: Sequence[Result]) -> str:
     heads = ("case", "Pando", "against", "unit", "ratio", "target", "met")
     rows = [
@@ -70,7 +88,7 @@ def table(results: Sequence[Result]) -> str:
             result.unit,
             "" if result.ratio is None else f"{result.ratio:.2f}x",
             result.target,
-            {True: "yes", False: "NO", None: ""}[result.met],
+            _VERDICTS[result.met],
         )
         for result in results
     ]

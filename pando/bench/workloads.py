@@ -11,7 +11,6 @@ from pathlib import Path
 from ..errors import InvalidOption
 
 DATA_VARIABLE = "PANDO_BENCH_DATA"
-NEARBY = Path("../shared/data")
 BOOK, ENCYCLOPEDIA, DIALOGUES = "war_and_peace.txt", "wikitext2_raw_validation.txt", "mtbench101.jsonl"
 
 Encode = Callable[[str], list[int]]
@@ -44,9 +43,9 @@ def gather(text: Path | None, data: Path | None, environ: Mapping[str, str]) -> 
 
 
 def _folder(data: Path | None, environ: Mapping[str, str]) -> Path | None:
-    named = data or (Path(environ[DATA_VARIABLE]) if DATA_VARIABLE in environ else None)
+    named = data or (Path(environ[DATA_VARIABLE]) if environ.get(DATA_VARIABLE) else None)
     if named is None:
-        return NEARBY if all((NEARBY / name).exists() for name in (BOOK, ENCYCLOPEDIA, DIALOGUES)) else None
+        return None
     missing = [name for name in (BOOK, ENCYCLOPEDIA, DIALOGUES) if not (named / name).exists()]
     if missing:
         raise InvalidOption(f"{named} lacks {', '.join(missing)}; name a folder that has them, or none to use Python's own documentation")

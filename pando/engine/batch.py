@@ -3,34 +3,58 @@
 When the same rows decode on in the same pages, the lowered plan of the last step still holds: only tokens, positions and slots move on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.cpu import Lowering
+from ..kernels.native import Dense, NativeLowering, supports
 from ..kernels.reference import Geometry
 from ..kv.plan import Plan, plan
 from ..model.decoder import Attend, Step
+from ..model.load import Model
 from .scheduler import Row, Schedule
 
-
 Numbers = NDArray[np.int64]
+
+
+class Lowered(Protocol):
+    """Reads made ready for a device: `begin` each step, then `attend` in each layer."""
+
+    def begin(self, positions: Tensor) -> None: ...
+    def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+Lower = Callable[[Sequence[reference.Read], Tensor, Geometry], Lowered]
+
+
+def lowering_of(model: Model, *, use_reference: bool = False) -> Lower | None:
+    """The fastest path that the model's device has."""
+    if use_reference or model.device.type != "cpu":
+        return None
+    geometry = model.decoder.geometry
+    if model.library is not None and supports(geometry):
+        return partial(NativeLowering, model.library, Dense.measure(model.library, geometry))
+    return Lowering
 
 
 class Batcher:
     """Makes steps. Counts what it plans, so that a test can tell that it plans no more than it must."""
 
-    def __init__(self, geometry: Geometry, page_size: int, device: torch.device, *, use_reference: bool = False) -> None:
+    def __init__(self, geometry: Geometry, page_size: int, device: torch.device, lower: Lower | None) -> None:
         self.geometry = geometry
         self.page_size = page_size
         self.device = device
-        self.use_reference = use_reference
+        self.lower = lower  # None: the definition itself
         self.plan = Plan((), ())
         self.plans_made = 0
-        self._lowering: Lowering | None = None
+        self._lowering: Lowered | None = None
         self._reads: list[reference.Read] = []
 
     def step(self, schedule: Schedule) -> Step:
@@ -52,24 +76,24 @@ class Batcher:
         pages = [row.pages[p // size] for row, count in zip(rows, counts, strict=True) for p in range(row.computed, row.computed + count)]
         return np.array(pages) * size + positions % size
 
-    def _plan(self, schedule: Schedule, at: torch.Tensor) -> Attend:
+    def _plan(self, schedule: Schedule, at: Tensor) -> Attend:
         self.plans_made += 1
         group = self.geometry.heads // self.geometry.kv_heads
         self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group)
         self._reads = self._lower(schedule.counts)
-        if not self.use_reference:
-            self._lowering = Lowering(self._reads, at, self.geometry)
+        if self.lower is not None:
+            self._lowering = self.lower(self._reads, at, self.geometry)
         return self._attend(at)
 
-    def _again(self, at: torch.Tensor) -> Attend:
+    def _again(self, at: Tensor) -> Attend:
         if self._lowering is not None:
             self._lowering.begin(at)
         return self._attend(at)
 
-    def _attend(self, at: torch.Tensor) -> Attend:
+    def _attend(self, at: Tensor) -> Attend:
         if self._lowering is not None:
             return self._lowering.attend
-        reads, geometry = self._reads, self.geometry
+        reads, geometry, at = self._reads, self.geometry, at.to(self.device)
         return lambda q, turned, k, v: reference.attend(q, k, v, reads, at, geometry)
 
     def _lower(self, counts: Sequence[int]) -> list[reference.Read]:
@@ -81,8 +105,11 @@ class Batcher:
             slots = (np.array(read.pages)[:, None] * self.page_size + offsets).reshape(-1)[: read.tokens]
             queries = np.concatenate([np.arange(ends[row] - counts[row], ends[row]) for row in read.rows])
             shifts = np.repeat(np.array(read.shifts), [counts[row] for row in read.rows])
-            reads.append(reference.Read(torch.from_numpy(slots), read.first, torch.from_numpy(queries), torch.from_numpy(shifts)))
+            reads.append(reference.Read(self._tensor(slots), read.first, self._tensor(queries), self._tensor(shifts)))
         return reads
+
+    def _tensor(self, numbers: Numbers) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device)
 
 
 def _wanted(rows: Sequence[Row], counts: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from ..kv.segment import root_key
 from ..kv.tree import PrefixTree
 from ..model.load import Model, free_memory
 from .answer import Answer
-from .batch import Batcher
+from .batch import Batcher, lowering_of
 from .request import Request, TokenEvent
 from .sampler import Chosen, Sampler, check
 from .scheduler import Row, Schedule, Scheduler
@@ -49,9 +49,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages, self.tree, max_rows=config.max_num_seqs, budget=config.max_num_batched_tokens, reuse=config.prefix_caching
         )
-        self.batcher = Batcher(
-            model.decoder.geometry, config.page_size, model.device, use_reference=config.attention == "reference" or model.device.type != "cpu"
-        )
+        lower = lowering_of(model, use_reference=config.attention == "reference")
+        self.batcher = Batcher(model.decoder.geometry, config.page_size, model.device, lower)
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.answers: dict[Row, Answer] = {}
         self.steps = 0
@@ -126,6 +125,8 @@ class Engine:
         for row, event in zip(chosen, events, strict=True):
             if event.finish_reason is not None:
                 self._end(row)
+            if event.finish_reason == "error":
+                self.clear_cache()  # its states are no numbers, and the good ones before them were computed beside them
         return events
 
     def _end(self, row: Row) -> None:
@@ -186,12 +187,12 @@ class Engine:
 
 
 def _score(row: Row, count: int, logits: Tensor) -> None:
-    """The logprob of the token that follows each of the computed ones in the prompt."""
+    """The logprob of the token that follows each of the computed ones in the prompt. A row that was preempted begins again."""
     assert row.scored is not None
-    following = row.tokens[row.computed + 1 : row.computed + count + 1]
+    following = row.prompt[row.computed + 1 : row.computed + count + 1]
     if following:
         scores = logits[: len(following)].log_softmax(-1)
-        row.scored += scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()
+        row.scored[row.computed :] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()
 
 
 def _context(model: Model, config: EngineConfig) -> int:

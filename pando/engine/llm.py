@@ -1,7 +1,8 @@
 """The offline interface, with the conventions of vLLM's class of the same name."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class LLM:
         seed: int = EngineConfig.seed,
         threads: int | None = EngineConfig.threads,
         attention: Attention = EngineConfig.attention,
+        native: bool = EngineConfig.native,
         cache_salt: str = EngineConfig.cache_salt,
     ) -> None:
         config = EngineConfig(
@@ -50,6 +52,7 @@ class LLM:
             seed=seed,
             threads=threads,
             attention=attention,
+            native=native,
             cache_salt=cache_salt,
         )
         self._start(config, None)
@@ -65,10 +68,11 @@ class LLM:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config = config
-        self.engine = Engine(model or load(config.model, device=config.device, dtype=config.dtype), config)
+        self.engine = Engine(model or load(config.model, device=config.device, dtype=config.dtype, compiled=config.native), config)
         self.tokenizer = self.engine.model.tokenizer
         self._ids = (f"request-{number}" for number in itertools.count())
         self._salt = config.cache_salt.encode()
+        self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False
@@ -99,48 +103,73 @@ class LLM:
         return [value for event in self._stream(request) for value in event.prompt_logprobs or ()]
 
     def _stream(self, request: Request) -> Iterator[TokenEvent]:
-        self.engine.add(request)
-        return self._events(request)
+        events = self._events(request)
+        next(events)  # it is queued, or refused, now; and from here on closing cancels it, even before the first token
+        return events  # type: ignore[return-value]
 
-    def _events(self, request: Request) -> Iterator[TokenEvent]:
-        open_answers = request.params.n
+    def _events(self, request: Request) -> Generator[TokenEvent | None, None, None]:
         try:
+            inbox = self._open([request])
+            yield None
+            open_answers = request.params.n
             while open_answers:
-                for event in self.engine.step():
-                    if event.request_id == request.request_id:
-                        open_answers -= event.finish_reason is not None
-                        yield event
+                event = self._next(inbox)
+                open_answers -= event.finish_reason is not None
+                yield event
         finally:
-            self.engine.cancel(request.request_id)
+            self._close([request])
 
     def _finish(self, prompts: Sequence[list[int]], texts: Sequence[str | None], params: Params, use_tqdm: bool) -> list[RequestOutput]:
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, _each(params, len(prompts)), strict=True)]
         outputs = {r.request_id: _output(r, text) for r, text in zip(requests, texts, strict=True)}
+        left = len(requests)
         try:
-            for request in requests:
-                self.engine.add(request)
-            progress = _Progress(len(requests), use_tqdm)
-            while any(not output.finished for output in outputs.values()):
-                for event in self.engine.step():
-                    if event.request_id in outputs:
-                        progress.advance(_append(outputs[event.request_id], event))
+            inbox = self._open(requests)
+            progress = _Progress(left, use_tqdm)
+            while left:
+                event = self._next(inbox)
+                finished = _append(outputs[event.request_id], event)
+                progress.advance(finished)
+                left -= finished
             progress.close()
         finally:
-            for request in requests:
-                self.engine.cancel(request.request_id)
+            self._close(requests)
         return list(outputs.values())
+
+    def _open(self, requests: Sequence[Request]) -> deque[TokenEvent]:
+        inbox: deque[TokenEvent] = deque()
+        for request in requests:
+            self.engine.add(request)
+            self._inboxes[request.request_id] = inbox
+        return inbox
+
+    def _next(self, inbox: deque[TokenEvent]) -> TokenEvent:
+        """Steps the engine until there is something in the inbox. What comes for others waits in theirs."""
+        while not inbox:
+            for event in self.engine.step():
+                if event.request_id in self._inboxes:
+                    self._inboxes[event.request_id].append(event)
+        return inbox.popleft()
+
+    def _close(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.cancel(request.request_id)
+            self._inboxes.pop(request.request_id, None)
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, score: bool = False) -> Request:
         return Request(next(self._ids), prompt, params, self._salt, score)
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        given: object = prompt
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return list(prompt["prompt_token_ids"])
-            if not isinstance(prompt.get("prompt"), str):
-                raise InvalidPrompt(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'; found {sorted(prompt)}")
-            prompt = prompt["prompt"]
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if given is None:
+                raise InvalidPrompt(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'; found {sorted(map(str, prompt))}")
+        if isinstance(given, str):
+            return self.tokenizer.encode(given)
+        if isinstance(given, bytes) or not isinstance(given, Sequence):
+            raise InvalidPrompt(f"a prompt is text, a list of tokens, or a mapping with one of them; found {type(given).__name__}")
+        return list(given)
 
 
 class _Progress:
@@ -162,7 +191,7 @@ class _Progress:
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or many? A list of whole numbers is one prompt of tokens."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
@@ -176,14 +205,18 @@ def _text(prompt: Prompt) -> str | None:
 def _each(params: Params, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidSampling(f"sampling_params must be SamplingParams, or a list of them; found {type(params).__name__}")
     if len(params) != count:
         raise InvalidSampling(f"{len(params)} sampling params for {count} prompts; give one for all, or one for each")
     return params
 
 
 def _output(request: Request, text: str | None) -> RequestOutput:
-    wants = request.params.logprobs is not None
-    answers = [CompletionOutput(index, logprobs=[] if wants else None, cumulative_logprob=0.0 if wants else None) for index in range(request.params.n)]
+    answers = [CompletionOutput(index) for index in range(request.params.n)]
+    if request.params.logprobs is not None:
+        for answer in answers:
+            answer.logprobs, answer.cumulative_logprob = [], 0.0
     return RequestOutput(request.request_id, text, list(request.prompt), answers)
 
 

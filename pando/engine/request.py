@@ -1,6 +1,5 @@
 """What is asked, what is answered, and how a token is chosen: values only."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,7 +42,7 @@ class SamplingParams:
         _whole("n", self.n, 1, MAX_N)
         _real("temperature", self.temperature, 0, 100)
         if not 0 < _real("top_p", self.top_p, 0, 1):
-            raise InvalidSampling("top_p is 0, which leaves no token to choose; use a value in (0, 1], or temperature=0 for the likeliest token")
+            raise InvalidSampling("top_p is 0, which leaves no token; use a value in (0, 1], or temperature=0 for the likeliest token")
         _whole("top_k", self.top_k, -1, 2**31 - 1)
         _real("min_p", self.min_p, 0, 1)
         if not 0 < _real("repetition_penalty", self.repetition_penalty, 0, 100):
@@ -56,12 +55,20 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidSampling(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); lower it to at most {self.max_tokens}")
+            raise InvalidSampling(f"min_tokens is {self.min_tokens}, above max_tokens; lower it to at most {self.max_tokens}")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSampling(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._check_lists()
 
     def _check_lists(self) -> None:
+        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if value is not None and not isinstance(value, Sequence):
+                raise InvalidSampling(f"{name} is {value!r}; it must be a list")
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidSampling(f"logit_bias is {self.logit_bias!r}; it must map tokens to numbers")
         if len(self.stops) > MAX_STOPS:
             raise InvalidSampling(f"{len(self.stops)} stop strings; at most {MAX_STOPS} are allowed")
         for stop in self.stops:
@@ -85,7 +92,7 @@ class SamplingParams:
 
 
 def _real(name: str, value: float, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise InvalidSampling(f"{name} is {value!r}; it must be a number from {low} to {high}")
     return value
 

@@ -11,7 +11,7 @@ step of the same rows, in which only the positions move on.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,24 +32,23 @@ class Lowering:
     """Reads made ready for the CPU: `begin` a step, then `attend` in each layer."""
 
     def __init__(self, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> None:
-        self.parts: list[_Run | _Square | _Tails] = []
+        self.parts: list[Run | Square | _Tails] = []
         short: list[Read] = []
         host = positions.numpy()
         singles = sum(len(read.queries) == 1 for read in reads)
         for read in reads:
             if not len(read.slots) or not len(read.queries):
                 continue
-            at = host[read.queries.numpy()] - read.shifts.numpy()
             if len(read.queries) == 1:
                 in_place = (len(read.slots) >= LONG or singles == 1) and _contiguous(read.slots.numpy())
                 if in_place:
-                    self.parts.append(_Run(read, len(host), geometry))
+                    self.parts.append(Run(read, len(host), geometry))
                 else:
                     short.append(read)
-            elif read.first + len(read.slots) - 1 <= at.min():
-                self.parts.append(_Run(read, len(host), geometry))
             else:
-                self.parts += _own(read, at, len(host), geometry)
+                whole, own = split_own(read, host)
+                self.parts += [Run(whole, len(host), geometry)] if whole else []
+                self.parts += [Square(own, len(host), geometry)] if own else []
         self.parts += [_Tails(batch, len(host), geometry) for batch in _distinct(short)]
         self.parts.sort(key=lambda part: part.queries is not None)  # one that answers every token needs no merge to start from
         self.begin(positions)
@@ -78,7 +77,7 @@ class Lowering:
         return out.to(q.dtype)
 
 
-class _Run:
+class Run:
     """Keys that all of their readers see."""
 
     def __init__(self, read: Read, count: int, geometry: Geometry) -> None:
@@ -105,18 +104,20 @@ class _Run:
         ahead = self.first + torch.arange(self.length) - self.at[:, None]  # [m, n]
         step = max(1, BIAS_ELEMENTS // (self.length * self.geometry.heads))
         parts = [
-            _dense(query[i : i + step], k, v, self.geometry, slopes[:, None, None] * ahead[i : i + step]) for i in range(0, len(query), step)
+            _dense(query[i : i + step], k, v, self.geometry, slopes[:, None, None] * ahead[i : i + step])
+            for i in range(0, len(query), step)
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-class _Square:
+class Square:
     """A row's new tokens, each of which sees itself and those before it."""
 
-    def __init__(self, slots: Tensor, queries: slice, count: int, geometry: Geometry) -> None:
+    def __init__(self, read: Read, count: int, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.slots, self.length = _index(slots), len(slots)
-        self.queries = None if queries == slice(0, count) else queries
+        self.slots, self.length = _index(read.slots), len(read.slots)
+        first = int(read.queries[0])
+        self.queries = None if self.length == count else slice(first, first + self.length)
 
     def begin(self, positions: Tensor) -> None:
         pass
@@ -157,6 +158,7 @@ class _Tails:
         self.now = self.slots[:, : self.width].reshape(-1)
         place = torch.arange(self.width)
         hidden = (place >= seen[:, None])[:, None, None]
+        self.unseen = hidden.flatten().nonzero()[:, 0]  # may hold anything: a weight of 0 times NaN is NaN
         slopes, freqs = self.geometry.slopes, self.geometry.freqs
         if slopes is None:
             bias = torch.zeros(hidden.shape)
@@ -171,7 +173,7 @@ class _Tails:
         query = query if self.turn is None else rotate(query, self.turn)
         geometry, rows = self.geometry, len(self.shifts)
         shape = (rows, self.width, geometry.kv_heads, geometry.head_dim)
-        k, v = (x.index_select(0, self.now).view(shape).transpose(1, 2) for x in (k, v))  # [R, K, N, D]
+        k, v = (x.index_select(0, self.now).index_fill_(0, self.unseen, 0).view(shape).transpose(1, 2) for x in (k, v))  # [R, K, N, D]
         folded = query.reshape(rows, geometry.kv_heads, -1, geometry.head_dim)  # [R, K, G, D]
         out, lse = _flash(folded, k, v, 0.0, False, attn_mask=self.bias.to(q.dtype), scale=geometry.scale)
         return out.reshape(rows, geometry.heads, -1), lse.reshape(rows, geometry.heads)
@@ -188,14 +190,16 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, bias: Tensor | N
     return out, lse.view(kv_heads, count, -1).transpose(0, 1).reshape(count, -1)
 
 
-def _own(read: Read, at: NDArray[np.int64], count: int, geometry: Geometry) -> Iterable[_Run | _Square]:
-    """A run that ends in its queries' own tokens: what lies before them is whole, they are a square."""
+def split_own(read: Read, positions: NDArray[np.int64]) -> tuple[Read | None, Read | None]:
+    """A read of several queries, cut into the keys that all of them see, and the queries' own, of which each sees those up to itself."""
     queries = read.queries.numpy()
+    at = positions[queries] - read.shifts.numpy()
+    before = int(at.min()) - read.first
+    if len(read.slots) <= before + 1:
+        return read, None
     assert _contiguous(queries) and _contiguous(at) and not read.shifts.any(), "a row's new tokens follow one another"
-    before = int(at[0]) - read.first
-    if before:
-        yield _Run(Read(read.slots[:before], read.first, read.queries, read.shifts), count, geometry)
-    yield _Square(read.slots[before : before + len(queries)], slice(int(queries[0]), int(queries[-1]) + 1), count, geometry)
+    own = Read(read.slots[before : before + len(queries)], read.first + before, read.queries, read.shifts)
+    return (Read(read.slots[:before], read.first, read.queries, read.shifts) if before else None), own
 
 
 def _distinct(reads: Sequence[Read]) -> list[list[Read]]:

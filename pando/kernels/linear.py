@@ -1,45 +1,61 @@
-"""Matrix products of the CPU path. Which form of a weight is quickest, and which dtype, differs from machine to machine: it is measured.
+"""Linear maps on the CPU. Which form is quickest differs from machine to machine and with the number of rows: it is measured.
 
-oneDNN can keep a weight in a layout of its own. On some CPUs that wins for any number of rows, on some only for more than one; there the
-plain weight is kept beside it, as long as memory allows.
+There are three: torch's own product, the C kernel, which reads the same weight, and oneDNN's, which keeps the weight in a layout of its
+own. That copy is made only where it wins clearly, and the plain weight is dropped where it wins always.
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Apply = Callable[[Tensor], Tensor]
+from .native import Library, native_linear
+from .ops import Apply
+from .timing import seconds
 
-PROBE = (1536, 576)  # rows and columns of the weight that is timed
-FEW, MANY = 1, 32  # rows of input: decoding alone, decoding together
+ROWS = {1: 1.0, 8: 0.25, 32: 0.1, 256: 0.02}  # rows of input that are timed, and on what part of the weights
+PROBE_BYTES = 1 << 28  # of weights at most: a single row must find them in memory, as the model will, not in a cache
+CLEARLY = 0.9  # of the time
+Maker = Callable[[Tensor, Tensor | None], Apply]
 
 
 class CpuLinear:
-    """Makes linear maps in the form that was quickest here. `spare` is how many bytes second copies of weights may take in all."""
+    """Makes linear maps in the forms that were quickest on `samples`, weights of the model. `spare` is how many bytes second copies of
+    weights may take in all."""
 
-    def __init__(self, dtype: torch.dtype, spare: int) -> None:
+    def __init__(self, samples: Sequence[Tensor], spare: int, library: Library | None) -> None:
         self.spare = spare
-        self.packs, self.keeps_plain = _measure(dtype)
+        forms: dict[str, Maker] = {"torch": _torch, "packed": _packed}
+        if library is not None:
+            forms["native"] = partial(native_linear, library)
+        self.forms = forms
+        self.chosen = _choose(_measure(samples, forms))  # by the number of rows
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Apply:
-        plain = partial(F.linear, weight=weight, bias=bias)
-        if not self.packs:
-            return plain
-        if not self.keeps_plain:
-            return _packed(weight, bias)
-        if weight.nbytes > self.spare:
-            return plain
-        self.spare -= weight.nbytes
-        packed = _packed(weight, bias)
-        return lambda x: plain(x) if len(x) == 1 else packed(x)
+        chosen = dict(self.chosen)
+        if "packed" in chosen.values() and set(chosen.values()) != {"packed"}:
+            if weight.nbytes > self.spare:
+                chosen = {rows: "torch" if form == "packed" else form for rows, form in chosen.items()}
+            else:
+                self.spare -= weight.nbytes
+        made = {form: self.forms[form](weight, bias) for form in set(chosen.values())}
+        one, few, many, most = (made[chosen[rows]] for rows in ROWS)
+
+        def apply(x: Tensor) -> Tensor:
+            rows = len(x)
+            return (one if rows == 1 else few if rows <= 16 else many if rows <= 64 else most)(x)
+
+        return one if len(made) == 1 else apply
+
+
+def _torch(weight: Tensor, bias: Tensor | None) -> Apply:
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Apply:
-    layout = torch.ops.mkldnn._reorder_linear_weight(weight, MANY)
+    layout = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
 
     def apply(x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, layout, bias, "none", [], "")
@@ -48,41 +64,40 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Apply:
     return apply
 
 
-def _measure(dtype: torch.dtype) -> tuple[bool, bool]:
-    """Does the packed form pay, and is the plain one still needed for a single row?"""
-    weight = torch.randn(PROBE).to(dtype)
-    few, many = torch.randn(FEW, PROBE[1]).to(dtype), torch.randn(MANY, PROBE[1]).to(dtype)
-    plain = partial(F.linear, weight=weight)
-    try:
-        packed = _packed(weight, None)
-        packed(few)
-    except (RuntimeError, AttributeError, NotImplementedError):  # built without oneDNN, or not for this dtype
-        return False, True
-    if seconds(lambda: packed(many)) > 0.95 * seconds(lambda: plain(many)):
-        return False, True
-    return True, seconds(lambda: packed(few)) > 1.05 * seconds(lambda: plain(few))
+def _measure(samples: Sequence[Tensor], forms: Mapping[str, Maker]) -> dict[int, dict[str, float]]:
+    """Seconds of each form that works, by the number of rows."""
+    weights = samples[: max(1, PROBE_BYTES // samples[0].nbytes)]
+    found: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
+    for form, make in forms.items():
+        try:
+            made = [make(weight, None) for weight in weights]
+            made[0](weights[0][:1])
+        except (RuntimeError, AttributeError):  # built without oneDNN, or oneDNN without this dtype
+            continue
+        for rows, part in ROWS.items():
+            x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
+            some = made[: max(1, round(part * len(made)))]
+            found[rows][form] = seconds(lambda x=x, some=some: [apply(x) for apply in some])  # type: ignore[misc]
+    return found
+
+
+def _choose(found: dict[int, dict[str, float]]) -> dict[int, str]:
+    """The quickest for each number of rows; the packed layout everywhere if it is never much slower, nowhere if it is never much quicker."""
+    chosen = {rows: min(times, key=lambda form: times[form]) for rows, times in found.items()}
+    if all("packed" in times and CLEARLY * times["packed"] <= min(times.values()) for times in found.values()):
+        return dict.fromkeys(chosen, "packed")
+    for rows, times in found.items():
+        others = {form: spent for form, spent in times.items() if form != "packed"}
+        best = min(others, key=lambda form: others[form])
+        if chosen[rows] == "packed" and times["packed"] > CLEARLY * others[best]:
+            chosen[rows] = best
+    return chosen
 
 
 def fastest_dtype() -> torch.dtype:
     """bfloat16 where the CPU multiplies it natively and that is quicker than float32, for few rows and for many; else float32."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
-    spent = {dtype: _probe(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    return min(spent, key=lambda dtype: spent[dtype])
-
-
-def _probe(dtype: torch.dtype) -> float:
-    weight = torch.randn(PROBE).to(dtype)
-    inputs = [torch.randn(rows, PROBE[1]).to(dtype) for rows in (FEW, MANY)]
-    return sum(seconds(partial(F.linear, x, weight)) for x in inputs)
-
-
-def seconds(run: Callable[[], object], repeats: int = 7) -> float:
-    """The shortest of a few timings: the one least disturbed."""
-    run()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
+    samples = torch.randn(4, 1536, 576)
+    spent = {dtype: _measure(samples.to(dtype).unbind(), {"torch": _torch}) for dtype in (torch.float32, torch.bfloat16)}
+    return min(spent, key=lambda dtype: sum(times["torch"] for times in spent[dtype].values()))

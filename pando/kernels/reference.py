@@ -69,6 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read], positions: Te
         if not len(read.slots) or not len(read.queries):
             continue
         at = positions[read.queries] - read.shifts
+        read = read._replace(slots=read.slots[: max(0, int(at.max()) - read.first + 1)])  # what nobody sees may hold anything, even NaN
         query = q[read.queries]
         if geometry.freqs is not None:
             query = rotate(query, turns(at, geometry.freqs, geometry.factor))

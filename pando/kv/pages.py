@@ -22,7 +22,7 @@ class Pages:
         return -(-tokens // self.page_size)
 
     def take(self, count: int, after: int | None = None, expect: int = 0) -> list[int]:
-        """`count` pages, next to page `after` if they are free, otherwise where `expect` more would follow. The caller knows there are enough."""
+        """`count` pages, next to page `after` if they are free, otherwise where `expect` more would follow. There must be enough."""
         assert count <= self.free, (count, self.free)
         taken: list[int] = []
         if after is not None:

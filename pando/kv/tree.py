@@ -158,7 +158,8 @@ class PrefixTree:
 
     def _drop_covered(self, at: Stem, tokens: tuple[int, ...]) -> list[int]:
         """Removes the short ends that the given continuation contains; answers their pages."""
-        covered = [key for key, child in at.children.items() if len(child.segment) < self.page_size and tokens[: len(child.segment)] == child.segment.tokens]
+        short = {key: child.segment.tokens for key, child in at.children.items() if len(child.segment) < self.page_size}
+        covered = [key for key, end in short.items() if tokens[: len(end)] == end]
         self.pages -= len(covered)
         return [at.children.pop(key).segment.pages[0] for key in covered]
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.ops import ACTIVATIONS, Apply, TorchOps
 from ..kernels.reference import Geometry, alibi_slopes
-from ..kernels.rope import frequencies, rotate, turns
+from ..kernels.rope import frequencies, turns
 from .config import ModelConfig
 from .weights import LayerWeights, Norm, Weights
 
-Apply = Callable[[Tensor], Tensor]
 Linear = Callable[[Tensor, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
 
 # (q, not rotated [T, H, D]; q rotated at the step's positions, or q itself [T, H, D]; k and v of the pool [S, K, D]) -> [T, H, D]
@@ -56,13 +56,16 @@ def geometry(config: ModelConfig, device: torch.device) -> Geometry:
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: Weights, linear: Linear = plain_linear) -> None:
+    """`linear` and `ops` are the places where a device brings faster forms of the same maths."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, linear: Linear = plain_linear, ops: TorchOps | None = None) -> None:
+        ops = ops or TorchOps()
         self.config = config
         self.geometry = geometry(config, weights.embed.device)
         self.embed, self.positions = weights.embed, weights.positions
-        self.embed_norm = _norm(weights.embed_norm, config) if weights.embed_norm else None
-        self.layers = [_Layer(layer, config, linear) for layer in weights.layers]
-        self.norm = _norm(weights.norm, config)
+        self.embed_norm = _norm(weights.embed_norm, config, ops) if weights.embed_norm else None
+        self.layers = [_Layer(layer, config, linear, ops) for layer in weights.layers]
+        self.norm = _norm(weights.norm, config, ops)
         self.head = linear(weights.head, weights.head_bias)
 
     @torch.inference_mode()
@@ -86,15 +89,16 @@ class Decoder:
 
 
 class _Layer:
-    def __init__(self, weights: LayerWeights, config: ModelConfig, linear: Linear) -> None:
+    def __init__(self, weights: LayerWeights, config: ModelConfig, linear: Linear, ops: TorchOps) -> None:
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.clip, self.eps = config.clip_qkv, config.norm_eps
         self.sequential = config.block == "sequential"
-        self.attn_norm = _norm(weights.attn_norm, config)
-        self.mlp_norm = _norm(weights.mlp_norm, config) if weights.mlp_norm else None
+        self.attn_norm = _norm(weights.attn_norm, config, ops)
+        self.mlp_norm = _norm(weights.mlp_norm, config, ops) if weights.mlp_norm else None
         self.qkv, self.o = linear(weights.qkv, weights.qkv_bias), linear(weights.o, weights.o_bias)
         self.up, self.down = linear(weights.up, weights.up_bias), linear(weights.down, weights.down_bias)
-        self.gated, self.activation = config.gated, _ACTIVATIONS[config.activation]
+        self.activate = ops.gate(config.activation) if config.gated else ACTIVATIONS[config.activation]
+        self.rotate_and_store = ops.rotate_and_store
         self.qk_norm: Tensor | None = None  # [H + K, D]: one product serves queries and keys
         if weights.q_norm is not None and weights.k_norm is not None:
             self.qk_norm = torch.cat((weights.q_norm.weight.expand(self.heads, -1), weights.k_norm.weight.expand(self.kv_heads, -1)))
@@ -104,15 +108,9 @@ class _Layer:
         qkv = self.qkv(normed).view(-1, heads + 2 * kv_heads, self.head_dim)  # [T, H + 2K, D]
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
-        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
         if self.qk_norm is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), eps=self.eps).mul_(self.qk_norm)
-        q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
-        turned = q
-        if turn is not None:
-            turned, k = rotate(qk, turn).split_with_sizes((heads, kv_heads), dim=1)
-        k_pool.index_copy_(0, step.slots, k)
-        v_pool.index_copy_(0, step.slots, v)
+            qkv[:, : heads + kv_heads] = F.rms_norm(qkv[:, : heads + kv_heads], (self.head_dim,), eps=self.eps).mul_(self.qk_norm)
+        q, turned = self.rotate_and_store(qkv, turn, step.slots, k_pool, v_pool)
         return step.attend(q, turned, k_pool, v_pool).flatten(1)  # [T, H * D]
 
     def finish(self, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
@@ -126,22 +124,10 @@ class _Layer:
         return x.add_(self.o(attended)).add_(beside)
 
     def mlp(self, x: Tensor) -> Tensor:
-        if not self.gated:
-            return self.down(self.activation(self.up(x)))
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self.activate(self.up(x)))
 
 
-def _norm(norm: Norm, config: ModelConfig) -> Apply:
-    shape = (config.hidden_size,)
+def _norm(norm: Norm, config: ModelConfig, ops: TorchOps) -> Apply:
     if config.norm == "rms":
-        return partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=config.norm_eps)
-    return partial(F.layer_norm, normalized_shape=shape, weight=norm.weight, bias=norm.bias, eps=config.norm_eps)
-
-
-_ACTIVATIONS: dict[str, Apply] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+        return ops.rms_norm(norm.weight, config.norm_eps)
+    return ops.layer_norm(norm.weight, norm.bias, config.norm_eps)

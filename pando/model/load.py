@@ -1,6 +1,7 @@
 """From a model's name to a decoder that runs."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +11,17 @@ from typing import Any
 import torch
 
 from ..errors import BadModelFile, InvalidOption
+from ..kernels import native
 from ..kernels.linear import CpuLinear, fastest_dtype
+from ..kernels.native import Library, NativeOps, Unavailable
 from .config import ModelConfig
 from .decoder import Decoder, plain_linear
 from .hub import resolve
+from .shelf import Shelf
 from .tokenizer import Tokenizer
 from .weights import digest, load_weights
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,23 +34,34 @@ class Model:
     digest: bytes  # names the weights: a part of every key
     dtype: torch.dtype
     device: torch.device
+    library: Library | None = None  # compiled kernels
 
 
-def load(name: str, *, device: str, dtype: str, progress: Callable[[int, int], None] | None = None) -> Model:
+def load(name: str, *, device: str, dtype: str, compiled: bool = True, progress: Callable[[int, int], None] | None = None) -> Model:
     files = resolve(name)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
     config = ModelConfig.from_hf(_read(files.config))
     weights = load_weights(files.weights, config, kind, place, progress)
-    linear = CpuLinear(kind, spare=free_memory(place) // 8) if place.type == "cpu" else plain_linear
+    library = _library(kind) if compiled and place.type == "cpu" else None
+    linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library) if place.type == "cpu" else plain_linear
     return Model(
         config=config,
-        decoder=Decoder(config, weights, linear),
+        decoder=Decoder(config, weights, linear, NativeOps(library) if library else None),
         tokenizer=Tokenizer.from_directory(files.directory),
         digest=digest(files.weights, config),
         dtype=kind,
         device=place,
+        library=library,
     )
+
+
+def _library(dtype: torch.dtype) -> Library | None:
+    found = native.load(dtype, Shelf.of_user().home / "native")
+    if isinstance(found, Unavailable):
+        log.warning("Pando's own CPU kernels are not used, torch's are, which is slower: %s", found.reason)
+        return None
+    return found
 
 
 def choose_device(device: str) -> torch.device:

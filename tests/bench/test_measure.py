@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pando.bench.measure import Result, as_json, bounded, compared, counted, interleave, table
+from pando.bench.measure import Result, as_json, bounded, compared, counted, interleave, line, table, worthwhile
 
 
 def test_runs_take_turns_and_change_direction() -> None:
@@ -66,3 +66,20 @@ def test_the_json_keeps_every_sample() -> None:
     read = json.loads(json.dumps(as_json({"cores": 2}, [result])))
     assert read["machine"] == {"cores": 2}
     assert read["results"][0]["samples"] == {"ours": [1.0, 3.0], "other": [2.0, 2.0]}
+
+
+def test_a_result_can_be_told_before_the_table_is_ready() -> None:
+    told = line(Result("decode", 40.0, "tokens/s", 20.0, 2.0, ">= 4x", False, "against generate"))
+    assert told == "  decode: 40 tokens/s, against 20, 2.00x, target >= 4x: NO (against generate)"
+    assert line(Result("pages", 96, "pages")) == "  pages: 96 pages"
+
+
+def test_a_variant_more_than_twice_slower_is_left_out_and_said() -> None:
+    kept, note = worthwhile({"growing": 10.0, "static": 20.1, "half": 10.05}, 2)
+    assert kept == ["static", "half"]
+    assert note == "not measured after a short probe: growing (2.0x slower)"
+
+
+def test_the_best_variant_always_stays() -> None:
+    assert worthwhile({"only": 0.001}, 2) == (["only"], "")
+    assert worthwhile({"a": 5.0, "b": 5.0}, 2) == (["a", "b"], "")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pando.bench import workloads
 from pando.bench.workloads import BOOK, DATA_VARIABLE, DIALOGUES, ENCYCLOPEDIA, gather, prefix, questions, windows
 from pando.errors import InvalidOption
 
@@ -24,11 +23,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def nothing_nearby(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(workloads, "NEARBY", tmp_path / "absent")
-
-
 def test_a_named_folder_is_used_and_said(folder: Path) -> None:
     texts = gather(None, folder, {})
     assert texts.prose.startswith("It was a long book") and texts.scored == "An aspen is a tree."
@@ -37,6 +31,7 @@ def test_a_named_folder_is_used_and_said(folder: Path) -> None:
 
 def test_the_environment_may_name_the_folder(folder: Path) -> None:
     assert gather(None, None, {DATA_VARIABLE: str(folder)}) == gather(None, folder, {})
+    assert gather(None, None, {DATA_VARIABLE: ""}) == gather(None, None, {})
 
 
 def test_prompts_are_different_and_of_a_length_people_type(folder: Path) -> None:

@@ -54,7 +54,8 @@ class Case:
                 bases[row] = shift + tokens
                 queries += self._queries(row)
                 shifts += [shift] * self.counts[row]
-            self.reads.append(Read(self._slots(tokens), 0, torch.tensor(queries, dtype=torch.int64), torch.tensor(shifts, dtype=torch.int64)))
+            who, moved = (torch.tensor(numbers, dtype=torch.int64) for numbers in (queries, shifts))
+            self.reads.append(Read(self._slots(tokens), 0, who, moved))
         return bases
 
     def _tails(self, bases: list[int]) -> torch.Tensor:

@@ -179,12 +179,15 @@ def test_keys_name_model_salt_context_and_tokens() -> None:
 
 def test_a_very_deep_tree_is_walked_without_recursion() -> None:
     tree = PrefixTree(PAGE)
-    tokens = [7] * (PAGE * 3000)
-    remember(tree, tokens, list(range(3000)))
-    for pages in range(1, 3000):
-        find(tree, [*tokens[: pages * PAGE], 1])  # cuts after every page
-    assert tree.evictable() == 3000
-    assert len(tree.clear()) == 3000
+    depth = 2000  # twice what Python lets a function call itself
+    tokens = [7] * (PAGE * depth)
+    keys = keys_of(tokens)
+    remember(tree, tokens, list(range(depth)))
+    for pages in range(depth - 1, 0, -1):
+        tree.match(ROOT, keys, tokens, pages * PAGE, 0)  # cuts after every page
+    assert len(list(tree.stems())) == depth
+    assert tree.evictable() == depth
+    assert len(tree.clear()) == depth
 
 
 def test_what_is_found_is_always_what_was_inserted() -> None:

@@ -1,0 +1,310 @@
+"""The C kernels of native.c: compiled once per machine, loaded with ctypes, on torch's own threads.
+
+Where there is no C compiler, or the result does not load, `load` says why and torch's kernels do the same work in more calls.
+"""
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cpu import Run, Square, split_own
+from .ops import Activation, Apply, TorchOps
+from .reference import Geometry, Read
+from .rope import rotate, turns
+from .timing import seconds
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
+TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
+ROWS, LARGEST_HEAD = 96, 256  # as in native.c
+TILE_ROWS = 32  # packed queries a tile should have
+TILE_KEYS = 512  # keys after which a tile of few queries is split, so that every thread finds work
+DENSE_QUERIES = 16  # queries from which torch's kernel may be the faster one
+PROBE_QUERIES, PROBE_KEYS = 128, 1024
+LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2
+PATIENCE = 120  # seconds a compilation may take
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    reason: str
+
+
+def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
+    """The compiled kernels for a dtype; compiled into `folder` if they are not there yet."""
+    if dtype not in TYPES:
+        return Unavailable(f"they are not made for {dtype}")
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
+    try:
+        path = folder / f"{_name(compiler, dtype)}.so"
+        if not path.exists():
+            _compile(compiler, dtype, path)
+        return Library(dtype, path)
+    except subprocess.CalledProcessError as error:
+        return Unavailable(f"{compiler} failed: {error.stderr.decode(errors='replace').strip()[-300:]}")
+    except (OSError, subprocess.TimeoutExpired, AttributeError) as error:
+        return Unavailable(str(error))
+
+
+def _name(compiler: str, dtype: torch.dtype) -> str:
+    """Names whatever the machine code depends on: a home folder may be shared by machines of different kinds."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    cpu = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+    parts = (SOURCE.read_bytes(), version, *(part.encode() for part in (*FLAGS, *TYPES[dtype], *cpu, platform.machine())))
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def _compile(compiler: str, dtype: torch.dtype, path: Path) -> None:
+    """Linked without an OpenMP library of its own: a second pool of threads would fight torch's over the same cores."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        object_file, result = Path(scratch) / "native.o", Path(scratch) / "native.so"
+        for command in (
+            [compiler, *FLAGS, *TYPES[dtype], "-c", str(SOURCE), "-o", str(object_file)],
+            [compiler, "-shared", "-o", str(result), str(object_file), "-lm"],
+        ):
+            subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE)
+        os.replace(result, path)
+
+
+def _share_openmp() -> None:
+    """Makes the OpenMP runtime that torch brought visible to libraries loaded later."""
+    maps = Path("/proc/self/maps")
+    names = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "omp" in line} if maps.exists() else set()
+    for name in sorted(names):
+        if ".so" in name and Path(name).name.startswith(("libgomp", "libomp", "libiomp")):
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+
+
+class Library:
+    def __init__(self, dtype: torch.dtype, path: Path) -> None:
+        _share_openmp()
+        library = ctypes.CDLL(str(path))
+        p, i, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+        self.dtype = dtype
+        self.linear = _declare(library.linear, p, p, p, p, i, i, i)
+        self.rms_norm = _declare(library.rms_norm, p, p, p, i, i, ctypes.c_int64, f)
+        self.silu_gate = _declare(library.silu_gate, p, p, i, i)
+        self.rotate_and_store = _declare(library.rotate_and_store, p, p, i, p, p, p, p, i, i, i, i)
+        self.attend = _declare(library.attend, p, p, p, p, p, i, p, p, p, p, p, p, p, p, p, p, i, i, i, i, f)
+
+
+def _declare(function: "ctypes._NamedFuncPointer", *types: type) -> "ctypes._NamedFuncPointer":
+    function.argtypes, function.restype = types, None
+    return function
+
+
+def native_linear(library: Library, weight: Tensor, bias: Tensor | None) -> Apply:
+    outputs, inputs = weight.shape
+    run, w, b = library.linear, weight.data_ptr(), None if bias is None else bias.data_ptr()
+
+    def apply(x: Tensor, keeps: tuple[Tensor, Tensor | None] = (weight, bias)) -> Tensor:  # the kernel has only their addresses
+        x = x.contiguous()
+        y = x.new_empty(len(x), outputs)
+        run(x.data_ptr(), w, b, y.data_ptr(), len(x), inputs, outputs)
+        return y
+
+    return apply
+
+
+class NativeOps(TorchOps):
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Apply:
+        run, size, w = self.library.rms_norm, len(weight), weight
+
+        def apply(x: Tensor) -> Tensor:
+            y = torch.empty_like(x)
+            run(x.data_ptr(), w.data_ptr(), y.data_ptr(), len(x), size, x.stride(0), eps)
+            return y
+
+        return apply
+
+    def gate(self, activation: Activation) -> Apply:
+        if activation != "silu":
+            return super().gate(activation)
+        run = self.library.silu_gate
+
+        def apply(x: Tensor) -> Tensor:
+            x = x.contiguous()
+            size = x.shape[1] // 2
+            y = x.new_empty(len(x), size)
+            run(x.data_ptr(), y.data_ptr(), len(x), size)
+            return y
+
+        return apply
+
+    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if turn is None:
+            return super().rotate_and_store(qkv, turn, slots, k, v)
+        count, both, size = qkv.shape
+        kv_heads = k.shape[1]
+        heads = both - 2 * kv_heads
+        qkv = qkv.contiguous()
+        turned = qkv.new_empty(count, heads, size)
+        self.library.rotate_and_store(
+            qkv.data_ptr(), turn.data_ptr(), turn.shape[-1], slots.data_ptr(), turned.data_ptr(), k.data_ptr(), v.data_ptr(),
+            count, heads, kv_heads, size,
+        )  # fmt: skip
+        return qkv[:, :heads], turned
+
+
+def supports(geometry: Geometry) -> bool:
+    return geometry.heads // geometry.kv_heads <= ROWS and geometry.head_dim <= LARGEST_HEAD
+
+
+class Dense(NamedTuple):
+    """Which reads of many queries torch's kernel answers faster here: it may have matrix instructions that C has no words for."""
+
+    runs: bool = False
+    squares: bool = False
+
+    @classmethod
+    def measure(cls, library: Library, geometry: Geometry) -> "Dense":
+        count, keys = PROBE_QUERIES, PROBE_KEYS
+        k, v = torch.randn(2, keys, geometry.kv_heads, geometry.head_dim).to(library.dtype)
+        q = torch.randn(count, geometry.heads, geometry.head_dim).to(library.dtype)
+        none = torch.zeros(count, dtype=torch.int64)
+        plans = [  # queries behind the keys, and among them
+            (Read(torch.arange(keys), 0, torch.arange(count), none), keys + torch.arange(count)),
+            (Read(torch.arange(count), 0, torch.arange(count), none), torch.arange(count)),
+        ]
+        faster = []
+        for read, positions in plans:
+            spent = []
+            for dense in (cls(True, True), cls(False, False)):
+                lowering = NativeLowering(library, dense, [read], positions, geometry)
+                spent.append(seconds(lambda lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
+            faster.append(spent[0] < spent[1])
+        return cls(*faster)
+
+
+class NativeLowering:
+    """Reads as the C kernel takes them: tiles of (keys, queries), a few int32 arrays. Valid until the plan changes.
+
+    Reads that torch's kernel answers faster go there; the C kernel merges what they answer with its own parts.
+    """
+
+    def __init__(self, library: Library, dense: Dense, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> None:
+        self._run, self._geometry, self._count = library.attend, geometry, len(positions)
+        self._dense: list[tuple[Run | Square, slice]] = []
+        owners: list[int] = []  # the token that each part answers
+        tiled = [
+            kept for read in reads if len(read.slots) and len(read.queries) for kept in self._share_out(read, dense, positions, owners)
+        ]
+        self._slots = _int32([read.slots.numpy() for read in tiled])
+        self._lengths = _int32([np.full(len(read.queries), len(read.slots)) for read in tiled])
+        self._first = _int32([np.full(len(read.queries), read.first) for read in tiled])
+        self._reader = np.concatenate([NONE, *(read.queries.numpy() for read in tiled)])
+        self._shifts = np.concatenate([NONE, *(read.shifts.numpy() for read in tiled)])
+        self._tile(tiled, max(1, TILE_ROWS // (geometry.heads // geometry.kv_heads)), owners)
+        self._find_moved()
+        self._parts = torch.empty(len(owners), geometry.heads, geometry.head_dim)
+        self._peaks, self._sums = torch.empty(2, len(owners), geometry.heads)
+        self.begin(positions)
+
+    def _share_out(self, read: Read, dense: Dense, positions: Tensor, owners: list[int]) -> list[Read]:
+        """Gives to torch's kernel what it does faster; answers what is left."""
+        if len(read.queries) < DENSE_QUERIES or not any(dense):
+            return [read]
+        whole, own = split_own(read, positions.numpy())
+        kept = []
+        for part, faster, kind in ((whole, dense.runs, Run), (own, dense.squares, Square)):
+            if part is not None and faster:
+                self._dense.append((kind(part, self._count, self._geometry), slice(len(owners), len(owners) + len(part.queries))))
+                owners += part.queries.tolist()
+            elif part is not None:
+                kept.append(part)
+        return kept
+
+    def _tile(self, reads: Sequence[Read], pairs: int, owners: list[int]) -> None:
+        """Cuts reads into tiles, and lists for each token the parts that answer it."""
+        tiles, slot, pair = [], 0, 0
+        for read in reads:
+            for start in range(0, len(read.queries), pairs):
+                width = min(pairs, len(read.queries) - start)
+                step = len(read.slots) if len(read.queries) > pairs else TILE_KEYS
+                for key in range(0, len(read.slots), step):
+                    tiles.append((slot, key, min(key + step, len(read.slots)), pair + start, width, len(owners)))
+                    owners += read.queries[start : start + width].tolist()
+            slot += len(read.slots)
+            pair += len(read.queries)
+        self._tiles = np.array(tiles, dtype=np.int32)
+        order = np.argsort(np.array(owners), kind="stable")
+        self._of = order.astype(np.int32)
+        self._starts = np.searchsorted(np.array(owners)[order], np.arange(self._count + 1)).astype(np.int32)
+
+    def _find_moved(self) -> None:
+        """A pair whose placement is shifted looks with a query of its own, behind those of the step."""
+        self._moved = np.flatnonzero(self._shifts)
+        self._query = self._reader.astype(np.int32)
+        if self._geometry.freqs is not None:
+            self._query[self._moved] = self._count + np.arange(len(self._moved))
+
+    def begin(self, positions: Tensor) -> None:
+        at = positions.numpy()[self._reader] - self._shifts
+        self._seen = np.minimum(at - self._first + 1, self._lengths).astype(np.int32)
+        self._ahead = (self._first - at).astype(np.int32)
+        self._turn = None
+        if len(self._moved) and self._geometry.freqs is not None:
+            self._turn = turns(torch.from_numpy(at[self._moved]), self._geometry.freqs, self._geometry.factor)
+        for part, place in self._dense:
+            part.begin(positions)
+            self._sums[place] = 1.0
+        self._arguments = self._addresses()
+
+    def _addresses(self) -> tuple[object, ...]:
+        """All of the kernel's arguments that stay the same from layer to layer."""
+        arrays = (self._slots, self._query, self._seen, self._ahead, self._starts, self._of)
+        return (
+            None if self._geometry.slopes is None else self._geometry.slopes.data_ptr(), self._tiles.ctypes.data, len(self._tiles),
+            *(array.ctypes.data for array in arrays), self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for part, place in self._dense:
+            out, lse = part.read(q, turned, k, v)
+            self._parts[place] = out
+            torch.mul(lse, LOG2_E, out=self._peaks[place])
+        if self._turn is not None:
+            turned = torch.cat((turned, rotate(q[torch.from_numpy(self._reader[self._moved])], self._turn)))
+        turned = turned.contiguous()
+        out, g = torch.empty_like(turned[: self._count]), self._geometry
+        self._run(
+            turned.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            *self._arguments,
+            out.data_ptr(),
+            self._count,
+            g.heads,
+            g.kv_heads,
+            g.head_dim,
+            g.scale,
+        )
+        return out
+
+
+NONE = np.zeros(0, dtype=np.int64)
+
+
+def _int32(arrays: Sequence["np.ndarray[tuple[int], np.dtype[np.int64]]"]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.concatenate([NONE, *arrays]).astype(np.int32)

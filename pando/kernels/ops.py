@@ -1,0 +1,51 @@
+"""The steps of a decoder layer, in plain torch. `native.NativeOps` does some of them in fewer calls."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .rope import rotate
+
+Apply = Callable[[Tensor], Tensor]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: dict[Activation, Apply] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class TorchOps:
+    def rms_norm(self, weight: Tensor, eps: float) -> Apply:
+        return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=eps)
+
+    def layer_norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Apply:
+        return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=eps)
+
+    def gate(self, activation: Activation) -> Apply:
+        """[T, 2I] to [T, I]: the first half, activated, times the second."""
+        apply = ACTIVATIONS[activation]
+
+        def gated(x: Tensor) -> Tensor:
+            gate, other = x.chunk(2, dim=-1)
+            return apply(gate).mul_(other)
+
+        return gated
+
+    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes qkv [T, H + 2K, D] apart: keys, rotated, and values go to their slots of the pool [S, K, D]; queries are answered as they
+        are and rotated, [T, H, D]."""
+        kv_heads = k.shape[1]
+        heads = qkv.shape[1] - 2 * kv_heads
+        q, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        turned = q
+        if turn is not None:
+            turned, key = rotate(qkv[:, : heads + kv_heads], turn).split((heads, kv_heads), dim=1)
+        k.index_copy_(0, slots, key)
+        v.index_copy_(0, slots, value)
+        return q, turned

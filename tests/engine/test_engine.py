@@ -1,0 +1,398 @@
+"""The engine as its users meet it: what is computed, what is kept, what is refused, and that one request never harms another."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pando.engine.engine import Engine
+from pando.engine.request import Request, SamplingParams, TokenEvent
+from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
+from pando.model.decoder import Decoder, Step
+from pando.model.load import Model
+
+from ..tiny import END, VOCAB, drain, greedy, run, tiny_engine, tiny_model
+
+PAGE = 4
+TRUNK = [(7 * place + place // 9) % 256 for place in range(40)]  # ten pages
+
+
+class Watched:
+    """A decoder that counts the tokens it computes, and whose logits a test may spoil."""
+
+    def __init__(self, decoder: Decoder, spoil: Callable[[Step, Tensor], None] = lambda step, logits: None) -> None:
+        self._decoder, self._spoil = decoder, spoil
+        self.tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, step: Step, pool: Any) -> Tensor:
+        self.tokens += len(step.tokens)
+        logits = self._decoder.forward(step, pool)
+        self._spoil(step, logits)
+        return logits
+
+
+def watched(model: Model | None = None, **options: Any) -> tuple[Engine, Watched]:
+    model = model or tiny_model()
+    decoder = Watched(model.decoder)
+    return tiny_engine(replace(model, decoder=decoder), **options), decoder  # type: ignore[arg-type]
+
+
+def tokens(events: list[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
+
+
+def ask(engine: Engine, prompt: list[int], count: int = 1, **more: Any) -> list[TokenEvent]:
+    """One request, alone."""
+    return run(engine, [Request("only", prompt, greedy(count), **more)])["only", 0]
+
+
+def peak(engine: Engine, requests: list[Request]) -> int:
+    """The most pages in use after any step."""
+    for request in requests:
+        engine.add(request)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.pages_in_use)
+    return most
+
+
+# ---- sharing
+
+
+def test_two_requests_that_arrive_together_compute_what_they_share_once() -> None:
+    engine, decoder = watched()
+    run(engine, [Request("a", [*TRUNK, 1, 2, 3], greedy(1)), Request("b", [*TRUNK, 9, 8, 7], greedy(1))])
+    assert decoder.tokens == len(TRUNK) + 3 + 3
+    assert engine.pages_in_use == len(TRUNK) // PAGE + 1 + 1
+
+
+def test_the_same_request_twice_computes_only_the_last_token_again() -> None:
+    engine, decoder = watched()
+    said = run(engine, [Request("a", TRUNK, greedy(1)), Request("b", TRUNK, greedy(1))])
+    assert decoder.tokens == len(TRUNK) + 1
+    assert tokens(said["a", 0]) == tokens(said["b", 0])
+
+
+def test_requests_that_share_less_than_a_page_share_that_much() -> None:
+    engine, decoder = watched()
+    run(engine, [Request("a", [1, 2, 3, 50], greedy(1)), Request("b", [1, 2, 60, 70, 80], greedy(1))])
+    assert decoder.tokens == 4 + 3
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_requests_over_one_prefix_use_its_pages_once_and_their_tails(warm: bool) -> None:
+    question, answer, rows = 3, 5, 32
+    engine, decoder = watched(max_num_seqs=rows, max_num_batched_tokens=256)
+    if warm:
+        ask(engine, TRUNK)
+        assert engine.pages_in_use == len(TRUNK) // PAGE
+    requests = [Request(f"r{row}", [*TRUNK, row, 1, 2], greedy(answer)) for row in range(rows)]
+    stored = question + answer - 1  # nobody computes the last token of an answer
+    tail = -(-stored // PAGE)
+    assert peak(engine, requests) == len(TRUNK) // PAGE + rows * tail
+    assert decoder.tokens == len(TRUNK) + rows * stored
+
+
+def test_without_reuse_every_request_stands_alone() -> None:
+    engine, decoder = watched(prefix_caching=False, max_num_batched_tokens=256)
+    requests = [Request(f"r{row}", [*TRUNK, row], greedy(2)) for row in range(4)]
+    assert peak(engine, requests) == 4 * -(-(len(TRUNK) + 2) // PAGE)
+    assert decoder.tokens == 4 * (len(TRUNK) + 1 + 1)
+    assert engine.pages_in_use == engine.tree.pages == 0
+    assert ask(engine, TRUNK)[0].num_cached_tokens == 0
+
+
+def test_a_fork_shares_the_pages_of_its_prompt_and_copies_only_the_part_of_one() -> None:
+    engine, decoder = watched()
+    copies: list[int] = []
+    copy = engine.pool.copy
+    engine.pool.copy = lambda source, target, count: (copies.append(count), copy(source, target, count))[1]  # type: ignore[method-assign,func-returns-value]
+    prompt, rows, answer = TRUNK[:10], 4, 3
+    assert peak(engine, [Request("r", prompt, greedy(answer, n=rows))]) == len(prompt) // PAGE + rows
+    assert copies == [1] * (rows - 1)  # the page holds two of the prompt's tokens; the last is computed for its logits
+    assert decoder.tokens == len(prompt) + (rows - 1) + rows * (answer - 1)
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    for salt, cached in ((b"mine", len(TRUNK) - 1), (b"theirs", 0), (b"", 0)):
+        engine, decoder = watched()
+        first = ask(engine, TRUNK, 4, salt=b"mine")
+        before = decoder.tokens
+        again = ask(engine, TRUNK, 4, salt=salt)
+        assert again[0].num_cached_tokens == cached
+        assert decoder.tokens - before == len(TRUNK) - cached + 3
+        assert tokens(first) == tokens(again)
+
+
+def test_cached_tokens_are_reported() -> None:
+    engine = tiny_engine()
+    assert [event.num_cached_tokens for event in ask(engine, TRUNK, 3)] == [0, 0, 0]
+    assert ask(engine, TRUNK)[0].num_cached_tokens == len(TRUNK) - 1
+    assert ask(engine, [*TRUNK[:22], 255, 255])[0].num_cached_tokens == 22
+    assert ask(engine, [255, *TRUNK])[0].num_cached_tokens == 0
+    assert ask(engine, TRUNK)[0].num_prompt_tokens == len(TRUNK)
+
+
+def test_what_was_answered_is_cached_too() -> None:
+    engine = tiny_engine()
+    said = tokens(ask(engine, TRUNK, 10))
+    assert ask(engine, [*TRUNK, *said, 5])[0].num_cached_tokens == len(TRUNK) + 9
+
+
+def test_clearing_the_cache_spares_what_runs() -> None:
+    engine = tiny_engine()
+    expected = tokens(ask(tiny_engine(), TRUNK, 12))
+    ask(engine, [9] * 20)
+    engine.add(Request("r", TRUNK, greedy(12)))
+    said = tokens(engine.step())
+    engine.clear_cache()
+    assert engine.pages_in_use == -(-(len(TRUNK) + 1) // PAGE)
+    said += tokens(drain(engine)["r", 0])
+    assert said == expected
+
+
+# ---- time
+
+
+def test_rows_that_only_decode_on_need_no_new_plan() -> None:
+    engine = tiny_engine(page_size=16)
+    for row in range(3):
+        engine.add(Request(f"r{row}", [row, 1, 2], greedy(20)))
+    for _ in range(3):
+        engine.step()
+    before = engine.stats().plans
+    for _ in range(10):
+        engine.step()
+    assert engine.stats().plans == before
+    assert engine.stats().steps == 13
+    for _ in range(3):  # the first page is full
+        engine.step()
+    assert engine.stats().plans == before + 1
+
+
+def test_a_step_without_work_is_no_event() -> None:
+    engine = tiny_engine()
+    assert engine.step() == []
+    assert not engine.has_work
+
+
+def test_a_prompt_longer_than_the_budget_takes_several_steps_and_answers_the_same() -> None:
+    engine = tiny_engine(max_num_batched_tokens=7)
+    assert tokens(ask(engine, TRUNK, 6)) == tokens(ask(tiny_engine(), TRUNK, 6))
+    assert engine.stats().steps == -(-len(TRUNK) // 7) + 5
+
+
+def test_preemption_loses_no_tokens() -> None:
+    requests = [Request(f"r{row}", [row] * 9, greedy(30)) for row in range(4)]
+    expected = run(tiny_engine(), requests)
+    engine = tiny_engine(kv_cache_tokens=60)
+    said = run(engine, requests)
+    assert engine.stats().preemptions > 0
+    assert {key: tokens(events) for key, events in said.items()} == {key: tokens(events) for key, events in expected.items()}
+
+
+def test_eviction_under_pressure_leaves_running_rows_right() -> None:
+    expected = tokens(ask(tiny_engine(), TRUNK, 50))
+    engine = tiny_engine(kv_cache_tokens=128)
+    engine.add(Request("long", TRUNK, greedy(50)))
+    said: list[int] = []
+    evicted = 0
+    for step in range(50):
+        engine.add(Request(f"s{step}", [step + 100] * 8, greedy(1)))
+        before = engine.tree.pages
+        said += [event.token for event in engine.step() if event.request_id == "long"]
+        evicted += engine.tree.pages < before
+    said += tokens(drain(engine).get(("long", 0), []))
+    assert evicted
+    assert engine.stats().preemptions == 0
+    assert said == expected
+
+
+def test_cancelling_frees_rows_and_pages() -> None:
+    engine = tiny_engine(max_num_seqs=2)
+    for name in ("runs", "goes", "waits"):
+        engine.add(Request(name, [len(name), *TRUNK], greedy(50)))
+    for _ in range(4):
+        engine.step()
+    engine.cancel("goes")
+    engine.cancel("waits")
+    engine.cancel("never heard of")
+    assert (engine.stats().running, engine.stats().waiting) == (1, 0)
+    assert {event.request_id for event in engine.step()} == {"runs"}
+    engine.cancel("runs")
+    assert not engine.has_work
+    assert engine.pages_in_use == engine.stats().pages_cached > 0
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
+
+
+def test_cancelling_cancels_every_answer_of_a_request() -> None:
+    engine = tiny_engine()
+    engine.add(Request("r", TRUNK, greedy(50, n=3)))
+    for _ in range(3):
+        engine.step()
+    engine.cancel("r")
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCAB], [-1], [1, True], [1.0], ["a"], [None], [1, 10**30]])
+def test_what_is_no_prompt_of_this_model_is_refused(prompt: list[Any]) -> None:
+    engine = tiny_engine()
+    with pytest.raises(InvalidPrompt):
+        engine.add(Request("r", prompt, greedy()))
+    assert not engine.has_work
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
+    engine = tiny_engine(max_model_len=32)
+    with pytest.raises(PromptTooLong, match=r"has 40 tokens and the context holds 32.*shorten the prompt by 9 tokens"):
+        engine.add(Request("r", TRUNK, greedy()))
+    assert len(ask(engine, TRUNK[:31], 5)) == 1  # the rest of the context
+
+
+def test_a_pool_too_small_for_a_request_says_how_much_is_needed() -> None:
+    engine = tiny_engine(kv_cache_tokens=48)
+    with pytest.raises(PoolTooSmall, match="may need 50 tokens of KV cache and the pool has 48; raise kv_cache_tokens to at least 50"):
+        engine.add(Request("r", TRUNK, greedy(10)))
+    assert len(ask(engine, TRUNK, 8)) == 8
+
+
+def test_a_prompt_that_fills_the_pool_is_refused_whatever_its_answer_may_be() -> None:
+    engine = tiny_engine(kv_cache_tokens=40)
+    with pytest.raises(PoolTooSmall):
+        engine.add(Request("r", TRUNK, SamplingParams(max_tokens=None)))
+
+
+def test_a_context_larger_than_the_model_was_made_for_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="max_model_len is 513 and the model was made for 512"):
+        tiny_engine(max_model_len=513)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(logit_bias={VOCAB: 1}), SamplingParams(stop_token_ids=[VOCAB])])
+def test_tokens_that_the_model_does_not_have_are_refused(params: SamplingParams) -> None:
+    with pytest.raises(InvalidSampling, match=f"token {VOCAB} of a vocabulary of {VOCAB}"):
+        tiny_engine().add(Request("r", [1], params))
+
+
+def test_a_refused_request_leaves_the_others_as_they_were() -> None:
+    engine = tiny_engine(kv_cache_tokens=60)
+    good = [Request(f"good{row}", [row, *TRUNK[:9]], greedy(10)) for row in range(2)]
+    expected = run(tiny_engine(), good)
+    engine.add(good[0])
+    for prompt in ([], [999], [1] * 600, TRUNK * 2):
+        with pytest.raises(InputError):
+            engine.add(Request("bad", prompt, greedy()))
+    engine.step()
+    said = run(engine, good[1:])
+    assert {name for name, _ in said} == {"good0", "good1"}
+    assert tokens(said["good1", 0]) == tokens(expected["good1", 0])
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
+
+
+# ---- a row whose numbers are none
+
+
+def test_a_row_without_numbers_ends_as_an_error_and_alone() -> None:
+    model = tiny_model()
+
+    def spoil(step: Step, logits: Tensor) -> None:
+        logits[step.tokens[step.wanted] == 200] = torch.nan
+
+    engine = tiny_engine(replace(model, decoder=Watched(model.decoder, spoil)))  # type: ignore[arg-type]
+    others = [Request(f"o{row}", [*TRUNK, row], greedy(8)) for row in range(3)]
+    said = run(engine, [others[0], Request("bad", [*TRUNK, 200], greedy(8)), *others[1:]])
+    assert [(event.finish_reason, event.text) for event in said["bad", 0]] == [("error", "")]
+    expected = run(tiny_engine(model), others)
+    for request in others:
+        assert tokens(said[request.request_id, 0]) == tokens(expected[request.request_id, 0])
+
+
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+@pytest.mark.parametrize("together", [True, False])
+def test_states_that_are_no_numbers_stay_with_the_row_that_computed_them(together: bool, attention: str) -> None:
+    """Unlike spoilt logits, these are in the pool, in pages that others use after it."""
+    model = tiny_model()
+    model.decoder.embed[200] = torch.nan
+    engine = tiny_engine(model, attention=attention)
+    bad = Request("bad", [9] * 5 + [200] + [8] * 20, greedy(8))
+    others = [Request(f"o{row}", TRUNK[row : 2 + 4 * row], greedy(12)) for row in range(5)]
+    expected = run(tiny_engine(model, attention=attention), others)
+    if together:
+        said = run(engine, [bad, *others])
+        assert said["bad", 0][-1].finish_reason == "error"
+    else:
+        run(engine, [bad])
+        engine.clear_cache()
+        said = run(engine, others)
+    for request in others:
+        assert tokens(said[request.request_id, 0]) == tokens(expected[request.request_id, 0])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_beginning_shared_with_a_row_without_numbers_is_good_for_others(together: bool) -> None:
+    model = tiny_model()
+    model.decoder.embed[200] = torch.nan
+    engine = tiny_engine(model)
+    bad, good = Request("bad", [*TRUNK[:12], 200, 1, 2, 3], greedy(8)), Request("good", [*TRUNK[:12], 5, 6], greedy(8))
+    if not together:
+        assert run(engine, [bad])["bad", 0][-1].finish_reason == "error"
+    said = run(engine, [bad, good] if together else [good])
+    assert tokens(said["good", 0]) == tokens(run(tiny_engine(model), [good])["good", 0])
+    assert said["good", 0][-1].finish_reason == "length"
+
+
+# ---- chosen tokens
+
+
+def test_an_answer_ends_with_the_end_token_unless_that_is_ignored() -> None:
+    engine = tiny_engine()
+    always = {END: 100.0}
+    params = SamplingParams(temperature=0, max_tokens=5, logit_bias=always)
+    [event] = run(engine, [Request("r", [1], params)])["r", 0]
+    assert (event.token, event.finish_reason, event.text) == (END, "stop", "")
+    assert tokens(run(engine, [Request("r", [1], replace(params, ignore_eos=True))])["r", 0]) == [END] * 5
+
+
+def test_min_tokens_keeps_an_answer_from_ending_early() -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, min_tokens=4, logit_bias={END: 100.0})
+    said = run(tiny_engine(), [Request("r", [1], params)])["r", 0]
+    assert tokens(said).index(END) == 4
+    assert said[-1].finish_reason == "stop"
+
+
+def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_context_or_the_pool() -> None:
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    assert len(run(tiny_engine(max_model_len=50), [Request("r", TRUNK, params)])["r", 0]) == 10
+    assert len(run(tiny_engine(kv_cache_tokens=44), [Request("r", TRUNK, params)])["r", 0]) == 4
+
+
+def test_a_seed_makes_an_answer_its_own_and_none_makes_it_the_engines() -> None:
+    def said(engine_seed: int, seed: int | None) -> list[int]:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, seed=seed)
+        return tokens(run(tiny_engine(seed=engine_seed), [Request("r", TRUNK, params)])["r", 0])
+
+    assert said(0, 5) == said(1, 5) != said(0, 6)
+    assert said(0, None) == said(0, None) != said(1, None)
+
+
+def test_a_prompt_is_scored_the_same_when_its_row_is_preempted() -> None:
+    """It begins again, since its logits are needed; nothing is scored twice."""
+    asked = Request("scored", TRUNK, greedy(24), score=True)
+    [expected] = {tuple(event.prompt_logprobs or ()) for event in run(tiny_engine(), [asked])["scored", 0]}
+    assert len(expected) == len(TRUNK) - 1
+    engine = tiny_engine(kv_cache_tokens=80)
+    said = run(engine, [Request("older", [3] * 12, greedy(50)), asked])
+    assert engine.stats().preemptions > 0
+    assert list(said["scored", 0][-1].prompt_logprobs or ()) == pytest.approx(list(expected), abs=1e-4)

@@ -1,0 +1,333 @@
+"""The offline interface: prompts of every kind in, answers out, and an engine that stays usable whatever was asked."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from pando.engine.llm import LLM
+from pando.engine.request import SamplingParams
+from pando.errors import InputError, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
+from pando.kernels.reference import Read, attend
+from pando.model.decoder import Step
+
+from ..tiny import END, VOCAB, greedy, tiny_llm, tiny_model
+
+HELLO = "Hello, world. How are you today?"
+
+
+def ids(llm: LLM, text: str = HELLO) -> list[int]:
+    return llm.tokenizer.encode(text)
+
+
+def direct(tokens: list[int]) -> torch.Tensor:
+    """The logits of every position [T, V], from the decoder and the definition of attention, without an engine."""
+    decoder = tiny_model().decoder
+    count, geometry = len(tokens), decoder.geometry
+    shape = (count, geometry.kv_heads, geometry.head_dim)
+    layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in decoder.layers]
+    at = torch.arange(count)
+    reads = [Read(at, 0, at, torch.zeros_like(at))]
+
+    class Pool:
+        def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return layers[index]
+
+    step = Step(torch.tensor(tokens), at, at, at, lambda q, turned, k, v: attend(q, k, v, reads, at, geometry))
+    return decoder.forward(step, Pool())
+
+
+def at_rest(llm: LLM) -> bool:
+    llm.engine.clear_cache()
+    return not llm.engine.has_work and llm.engine.pages_in_use == 0
+
+
+# ---- prompts
+
+
+def test_a_prompt_may_be_text_or_tokens_alone_or_in_a_list_or_a_mapping() -> None:
+    llm = tiny_llm()
+    tokens = ids(llm)
+    forms: list[Any] = [
+        HELLO,
+        tokens,
+        tuple(tokens),
+        {"prompt": HELLO},
+        {"prompt_token_ids": tokens},
+        [HELLO],
+        [tokens],
+        [{"prompt": HELLO}],
+        [{"prompt_token_ids": tokens}],
+    ]
+    answers = [llm.generate(form, greedy(6)) for form in forms]
+    assert [len(outputs) for outputs in answers] == [1] * len(forms)
+    assert {tuple(outputs[0].outputs[0].token_ids) for outputs in answers} == {tuple(answers[0][0].outputs[0].token_ids)}
+    assert [outputs[0].prompt_token_ids for outputs in answers] == [tokens] * len(forms)
+    assert [outputs[0].prompt for outputs in answers] == [HELLO, None, None, HELLO, None, HELLO, None, HELLO, None]
+
+
+def test_prompts_of_different_kinds_are_answered_together_and_in_order() -> None:
+    llm = tiny_llm()
+    prompts: list[Any] = ["one", ids(llm, "two"), {"prompt": "three"}]
+    together = llm.generate(prompts, greedy(6))
+    alone = [tiny_llm().generate(prompt, greedy(6))[0] for prompt in prompts]
+    assert [o.outputs[0].text for o in together] == [o.outputs[0].text for o in alone]
+    assert all(o.finished for o in together)
+
+
+def test_no_prompts_no_answers() -> None:
+    assert tiny_llm().generate([]) == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", "\ud800", b"bytes", None, 5, [""], [[]], [None], [VOCAB], [-1], [True], [1.5], ["fine", [1, "a"]]],
+)
+def test_what_is_no_prompt_is_refused_and_the_engine_stays_usable(prompt: Any) -> None:
+    llm = tiny_llm()
+    with pytest.raises(InvalidPrompt):
+        llm.generate(prompt, greedy(2))
+    assert at_rest(llm)
+    assert llm.generate(HELLO, greedy(2))[0].finished
+
+
+@pytest.mark.parametrize("prompt", [{}, {"text": "x"}, {"prompt": 5}, {"prompt_token_ids": 5}, {"prompt_token_ids": [VOCAB]}])
+def test_a_mapping_that_names_no_prompt_is_refused(prompt: Any) -> None:
+    llm = tiny_llm()
+    with pytest.raises(InvalidPrompt):
+        llm.generate(["fine", prompt], greedy(2))
+    assert at_rest(llm)
+
+
+def test_one_bad_prompt_among_good_ones_is_refused_before_any_is_begun() -> None:
+    llm = tiny_llm(kv_cache_tokens=128)
+    cases: list[tuple[type[InputError], Any]] = [(InvalidPrompt, [VOCAB]), (PromptTooLong, [1] * 600), (PoolTooSmall, [1] * 127)]
+    for error, bad in cases:
+        with pytest.raises(error):
+            llm.generate(["good", bad, "good too"], greedy(4))
+        assert llm.engine.stats().steps == 0
+        assert at_rest(llm)
+    assert len(llm.generate(["good", "good too"], greedy(4))) == 2
+
+
+# ---- sampling
+
+
+def test_each_prompt_may_have_its_own_params() -> None:
+    outputs = tiny_llm().generate(["a", "b"], [greedy(3), greedy(5)])
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 5]
+
+
+@pytest.mark.parametrize(("params", "says"), [([greedy()], "1 sampling params for 2"), ({"n": 1}, "found dict"), ([1, 2], "found list")])
+def test_params_that_do_not_fit_the_prompts_are_refused(params: Any, says: str) -> None:
+    llm = tiny_llm()
+    with pytest.raises(InvalidSampling, match=says):
+        llm.generate(["a", "b"], params)
+    assert at_rest(llm)
+
+
+def test_an_answer_says_why_it_ended() -> None:
+    llm = tiny_llm()
+    [output] = llm.generate(HELLO, greedy(7))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (7, "length")
+    third = output.outputs[0].token_ids[2]
+    [stopped] = llm.generate(HELLO, greedy(7, stop_token_ids=[third]))
+    at = output.outputs[0].token_ids.index(third)
+    assert stopped.outputs[0].token_ids == output.outputs[0].token_ids[: at + 1]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", third)
+    [ended] = llm.generate(HELLO, SamplingParams(temperature=0, logit_bias={END: 100.0}))
+    assert (ended.outputs[0].text, ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == ("", [END], "stop")
+
+
+def test_a_stop_string_ends_the_text_before_itself() -> None:
+    llm = tiny_llm()
+    spelt = dict.fromkeys(ids(llm, "abc"), 60.0)  # nothing else is ever said
+    params = {"temperature": 1.0, "seed": 3, "logit_bias": spelt, "max_tokens": 20}
+    [whole] = llm.generate(HELLO, SamplingParams(**params))
+    said = whole.outputs[0].text
+    assert "bbc" in said
+    assert set(said) == set("abc")
+    [cut] = llm.generate(HELLO, SamplingParams(**params, stop="bbc"))
+    assert (cut.outputs[0].text, cut.outputs[0].stop_reason) == (said[: said.index("bbc")], "bbc")
+    [kept] = llm.generate(HELLO, SamplingParams(**params, stop="bbc", include_stop_str_in_output=True))
+    assert kept.outputs[0].text == said[: said.index("bbc") + 3]
+
+
+def test_without_max_tokens_an_answer_fills_the_context() -> None:
+    llm = tiny_llm(max_model_len=64)
+    [output] = llm.generate(HELLO, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
+
+
+def test_logprobs_are_those_of_the_model_one_mapping_per_token() -> None:
+    llm = tiny_llm()
+    [output] = llm.generate(HELLO, greedy(5, logprobs=3))
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    scores = direct([*output.prompt_token_ids, *answer.token_ids])[len(output.prompt_token_ids) - 1 :].log_softmax(-1)
+    assert len(answer.logprobs) == 5
+    for place, (token, found) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        best = scores[place].topk(3).indices.tolist()
+        assert list(found) == best, "greedy: the chosen token is the likeliest"
+        assert [found[each].rank for each in best] == [1, 2, 3]
+        assert found[token].logprob == pytest.approx(float(scores[place, token]), abs=1e-4)
+    chosen = [found[token].logprob for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_logprobs_are_left_out_unless_they_are_wanted() -> None:
+    [output] = tiny_llm().generate(HELLO, greedy(2))
+    assert output.outputs[0].logprobs is None
+    assert output.outputs[0].cumulative_logprob is None
+    [bare] = tiny_llm().generate(HELLO, greedy(2, logprobs=0))
+    assert [len(each) for each in bare.outputs[0].logprobs or ()] == [1, 1]
+
+
+def test_several_answers_to_one_prompt_differ_and_repeat_with_the_seed() -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
+    [first] = tiny_llm().generate(HELLO, params)
+    [again] = tiny_llm(seed=9).generate(HELLO, params)
+    assert [answer.index for answer in first.outputs] == [0, 1, 2]
+    assert len({tuple(answer.token_ids) for answer in first.outputs}) == 3
+    assert [answer.token_ids for answer in first.outputs] == [answer.token_ids for answer in again.outputs]
+
+
+def test_cached_tokens_are_reported() -> None:
+    llm = tiny_llm()
+    assert [llm.generate(HELLO, greedy(2))[0].num_cached_tokens for _ in range(2)] == [0, len(ids(llm)) - 1]
+    off = tiny_llm(prefix_caching=False)
+    assert [off.generate(HELLO, greedy(2))[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_the_salt_of_the_options_is_part_of_every_key() -> None:
+    model = tiny_model()
+    mine, yours = (tiny_llm(model, cache_salt=salt) for salt in ("mine", "yours"))
+    roots = []
+    for llm in (mine, yours):
+        llm.generate(HELLO, greedy(1))
+        roots.append({stem.segment.key for stem in llm.engine.tree.stems()})
+    assert roots[0].isdisjoint(roots[1])
+
+
+# ---- conversations
+
+
+def test_a_conversation_is_answered_through_the_template() -> None:
+    llm = tiny_llm()
+    talk = [{"role": "user", "content": "hi"}]
+    [output] = llm.chat(talk, greedy(4))
+    assert output.prompt == "user: hi\nassistant: "
+    assert output.outputs[0].text == llm.generate("user: hi\nassistant: ", greedy(4))[0].outputs[0].text
+
+
+def test_several_conversations_are_answered_together() -> None:
+    llm = tiny_llm()
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "ho")]
+    assert [output.prompt for output in llm.chat(talks, greedy(2))] == ["user: hi\nassistant: ", "user: ho\nassistant: "]
+
+
+@pytest.mark.parametrize("messages", [[], "hi", [[]], [["hi"]], [{"content": "hi"}], [5]])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    llm = tiny_llm()
+    with pytest.raises(InvalidPrompt):
+        llm.chat(messages)
+    assert at_rest(llm)
+
+
+def test_the_second_turn_reuses_the_first() -> None:
+    llm = tiny_llm()
+    talk = [{"role": "user", "content": "hi"}]
+    [first] = llm.chat(talk, greedy(8))
+    known = len(first.prompt_token_ids)
+    talk += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+    assert llm.chat(talk, greedy(2))[0].num_cached_tokens >= known
+
+
+# ---- streams
+
+
+def test_a_stream_says_what_generate_says() -> None:
+    llm = tiny_llm()
+    events = list(llm.stream(HELLO, greedy(9)))
+    [output] = llm.generate(HELLO, greedy(9))
+    assert [event.token for event in events] == output.outputs[0].token_ids
+    assert "".join(event.text for event in events) == output.outputs[0].text
+    assert [event.finish_reason for event in events] == [None] * 8 + ["length"]
+
+
+def test_a_stream_of_several_answers_ends_with_the_last() -> None:
+    events = list(tiny_llm().stream(HELLO, greedy(4, n=3)))
+    assert sorted(event.index for event in events) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_bad_prompt_is_refused_when_the_stream_is_asked_for() -> None:
+    llm = tiny_llm()
+    with pytest.raises(InvalidPrompt):
+        llm.stream([VOCAB])
+    assert at_rest(llm)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_a_stream_cancels_the_request(taken: int) -> None:
+    llm = tiny_llm()
+    events = llm.stream(HELLO, greedy(50))
+    for _ in range(taken):
+        next(events)
+    assert llm.engine.has_work
+    events.close()  # type: ignore[attr-defined]
+    assert at_rest(llm)
+
+
+def test_streams_taken_in_turns_lose_nothing_to_one_another() -> None:
+    llm = tiny_llm()
+    expected = [llm.generate(text, greedy(8))[0].outputs[0].token_ids for text in ("one", "two")]
+    streams = [llm.stream(text, greedy(8)) for text in ("one", "two")]
+    pairs = list(zip(*streams, strict=True))
+    assert [[pair[i].token for pair in pairs] for i in range(2)] == expected
+
+
+def test_a_stream_goes_on_after_others_were_answered_meanwhile() -> None:
+    llm = tiny_llm()
+    expected = llm.generate("one", greedy(8))[0].outputs[0].token_ids
+    events = llm.stream("one", greedy(8))
+    said = [next(events).token]
+    llm.generate("two", greedy(30))  # long enough for the first to end
+    assert said + [event.token for event in events] == expected
+    assert at_rest(llm)
+
+
+def test_a_conversation_streams_too() -> None:
+    llm = tiny_llm()
+    talk = [{"role": "user", "content": "hi"}]
+    assert "".join(event.text for event in llm.stream_chat(talk, greedy(6))) == llm.chat(talk, greedy(6))[0].outputs[0].text
+
+
+# ---- scores
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+def test_scores_are_the_logprobs_of_a_forward_pass_cached_or_not(budget: int) -> None:
+    llm = tiny_llm(max_num_batched_tokens=budget)
+    tokens = ids(llm)
+    expected = direct(tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    for _ in range(2):
+        scores = llm.score(tokens)
+        assert scores == pytest.approx(expected, abs=1e-4)
+        assert math.fsum(scores) < 0
+    assert at_rest(llm)
+
+
+def test_one_token_has_no_score() -> None:
+    assert tiny_llm().score([5]) == []
+
+
+# ---- progress
+
+
+def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = tiny_llm()
+    llm.generate(["a", "b", "c"], greedy(2))
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b", "c"], greedy(2), use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
