@@ -63,8 +63,8 @@ class Conversation:
     clock: Callable[[], float] = time.perf_counter
     turns: list[dict[str, str]] = field(default_factory=list)
 
-    def answer(self, text: str) -> None:
-        """Streams the answer to `text`. Both are remembered unless nothing was answered."""
+    def answer(self, text: str) -> bool:
+        """Streams the answer to `text`; says whether it was let finish. Both are remembered unless nothing was answered."""
         asked = {"role": "user", "content": text}
         speed, said, end = Speed(self.clock()), "", None
         with stopped_by_interrupt() as stopped, contextlib.closing(self._events(asked)) as events:
@@ -80,6 +80,7 @@ class Conversation:
         self.out.write("\n" + dim(" · ".join(notes or ["no answer"]), self.out) + "\n")
         if said:
             self.turns += [asked, {"role": "assistant", "content": said}]
+        return not stopped()
 
     def _events(self, asked: dict[str, str]) -> Generator[TokenEvent, None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -166,7 +167,7 @@ def converse(conversation: Conversation, ask: Callable[[str], str]) -> None:
 
 
 def read_all(conversation: Conversation, lines: IO[bytes]) -> None:
-    """Over a pipe: every line is a turn, and an error ends it."""
+    """Over a pipe: every line is a turn, and an error or Ctrl-C ends it."""
 
     def ask(prompt: str) -> str:
         if not (line := lines.readline()):
@@ -175,14 +176,17 @@ def read_all(conversation: Conversation, lines: IO[bytes]) -> None:
 
     with contextlib.suppress(EOFError):
         while (text := read_turn(ask)).strip() != "/exit":
-            take(conversation, text)
+            if not take(conversation, text):
+                raise KeyboardInterrupt
 
 
-def take(conversation: Conversation, text: str) -> None:
+def take(conversation: Conversation, text: str) -> bool:
+    """Does what a turn asks for; says whether it was let finish."""
     if text.startswith("/"):
         conversation.command(text.rstrip())
     elif text.strip():
-        conversation.answer(utf8(text).strip())
+        return conversation.answer(utf8(text).strip())
+    return True
 
 
 def utf8(text: bytes | str) -> str:

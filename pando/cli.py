@@ -1,6 +1,7 @@
 """The command line: arguments in, one call out."""
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from . import __version__
 from .chat import chat, utf8
 from .config import EngineConfig, choices, kinds, load, options
 from .engine.request import FinishReason, RequestOutput, SamplingParams
-from .errors import BadModelFile, InvalidOption, PandoError
+from .errors import BadModelFile, InvalidOption, InvalidPrompt, PandoError
 
 if TYPE_CHECKING:
     from .engine.llm import LLM
@@ -22,6 +23,9 @@ MAX_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open as long as the process runs
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what this terminal cannot show
     try:
@@ -43,9 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return EXIT_INTERRUPT
     except BrokenPipeError:
-        # The reader went away. Python flushes stdout once more at exit: give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return EXIT_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"pando: error: no space left to write {error.filename or 'the output'}; free some, or write elsewhere", file=sys.stderr)
+        return EXIT_INPUT
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more at exit, though nobody takes it: give it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_llm(config: EngineConfig) -> "LLM":
@@ -83,6 +97,8 @@ def _run(arguments: argparse.Namespace) -> None:
     prompt = utf8(arguments.prompt if arguments.prompt != "-" else sys.stdin.buffer.read())
     if arguments.raw and arguments.system is not None:
         raise InvalidOption("--system is part of a chat template, and --raw uses none; give one of the two")
+    if not (prompt if arguments.raw else prompt.strip()):
+        raise InvalidPrompt("the prompt is empty; give it as an argument, or - and the text on standard input")
     system = [{"role": "system", "content": utf8(arguments.system)}] if arguments.system else []
     messages = [*system, {"role": "user", "content": prompt}]
     llm = make_llm(config)
@@ -165,12 +181,14 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pando {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    chat = commands.add_parser("chat", help="talk to a model", description="Talk to a model; over a pipe, every line is a turn.")
+    about = "Talk to a model; over a pipe, every line is a turn."
+    chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
     _add_model(chat)
     _add_sampling(chat)
     _add_engine(chat)
 
-    run = commands.add_parser("run", help="answer one prompt", description="Answer one prompt and print the answer as it comes.")
+    about = "Answer one prompt and print the answer as it comes."
+    run = commands.add_parser("run", help="answer one prompt", description=about, allow_abbrev=False)
     _add_model(run)
     run.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without its chat template")
@@ -179,7 +197,8 @@ def parser() -> Parser:
     _add_sampling(run)
     _add_engine(run)
 
-    pull = commands.add_parser("pull", help="fetch a model", description="Fetch a model, so that later starts need no network.")
+    about = "Fetch a model, so that later starts need no network."
+    pull = commands.add_parser("pull", help="fetch a model", description=about, allow_abbrev=False)
     _add_model(pull)
     pull.add_argument("--list", action="store_true", help="list the catalogue instead")
     _add_config(pull)

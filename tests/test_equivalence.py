@@ -56,15 +56,17 @@ def plain(model: Model, requests: list[Request]) -> dict[str, list[int]]:
     return {name: [event.token for event in events] for (name, _), events in said.items()}
 
 
-@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
-def test_reuse_on_and_off_give_the_same_tokens(positions: str) -> None:
-    model = tiny_model(positions=positions)
+@pytest.mark.parametrize(("positions", "native"), [("rope", False), ("rope", True), ("alibi", False), ("learned", False)])
+def test_reuse_on_and_off_give_the_same_tokens(positions: str, native: bool) -> None:
+    """The answers of torch's kernels with nothing shared are expected of the compiled ones, too."""
+    reference, model = tiny_model(positions=positions), tiny_model(positions=positions, native=native)
+    assert native == (model.library is not None)
     seen: Counter[str] = Counter()
     for seed in range(5):
         chance = random.Random(seed)
         requests = workload(chance)
         engine = tiny_engine(model, kv_cache_tokens=chance.choice([80, 80, 120, 2000]), max_num_batched_tokens=chance.choice([7, 33, 64]))
-        expected = plain(model, requests)
+        expected = plain(reference, requests)
         for _ in range(2):  # the second time over what the first left behind
             for (name, index), tokens in played(engine, requests, chance, seen).items():
                 assert tokens == expected[name][: len(tokens)], f"seed {seed}, {name}, answer {index}"

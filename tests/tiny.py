@@ -1,15 +1,21 @@
 """A small model with seeded random weights and a tokenizer of bytes: enough to run the whole engine in milliseconds."""
 
+import functools
+import tempfile
+from pathlib import Path
+
 import torch
-from tokenizers import Tokenizer as Library
+from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
 from pando.config import EngineConfig
 from pando.engine.engine import Engine
 from pando.engine.llm import LLM
 from pando.engine.request import Request, SamplingParams, TokenEvent
+from pando.kernels import native as compiled
+from pando.kernels.native import Library, NativeOps, Unavailable, native_linear
 from pando.model.config import ModelConfig, Rope
-from pando.model.decoder import Decoder
+from pando.model.decoder import Decoder, plain_linear
 from pando.model.load import Model
 from pando.model.tokenizer import Tokenizer
 from pando.model.weights import LayerWeights, Norm, Weights
@@ -18,9 +24,23 @@ END = 256
 VOCAB = 257
 
 
+@functools.cache
+def compile_folder() -> tempfile.TemporaryDirectory[str]:
+    """Of this run alone: what an earlier one compiled must not answer for today's source."""
+    return tempfile.TemporaryDirectory(prefix="pando-native-", ignore_cleanup_errors=True)
+
+
+@functools.cache
+def native_library(dtype: torch.dtype = torch.float32) -> Library:
+    """A C compiler is part of a developer's machine: without one, tests of the kernels fail."""
+    found = compiled.load(dtype, Path(compile_folder().name))
+    assert not isinstance(found, Unavailable), f"the C kernels cannot be used here: {found.reason}"
+    return found
+
+
 def tiny_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Library(models.BPE({char: i for i, char in enumerate(alphabet)} | {"<end>": END}, []))
+    library = Vocabulary(models.BPE({char: i for i, char in enumerate(alphabet)} | {"<end>": END}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<end>"])
@@ -28,7 +48,9 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(library.to_str(), {"eos_token": "<end>"}, [], template)
 
 
-def tiny_model(seed: int = 0, *, positions: str = "rope", dtype: torch.dtype = torch.float32, max_positions: int = 512) -> Model:
+def tiny_model(
+    seed: int = 0, *, positions: str = "rope", dtype: torch.dtype = torch.float32, max_positions: int = 512, native: bool = False
+) -> Model:
     config = ModelConfig(
         family="llama", vocab_size=VOCAB, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48,
         max_positions=max_positions, positions=positions, norm="rms", norm_eps=1e-5, activation="silu", gated=True, block="sequential",
@@ -48,7 +70,10 @@ def tiny_model(seed: int = 0, *, positions: str = "rope", dtype: torch.dtype = t
     )
     table = weight(max_positions, 32) if positions == "learned" else None
     weights = Weights(weight(VOCAB, 32, scale=1.0), table, None, layers, norm(), weight(VOCAB, 32, scale=1.0), None)
-    return Model(config, Decoder(config, weights), tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, torch.device("cpu"))
+    library = native_library(dtype) if native else None
+    linear, ops = (functools.partial(native_linear, library), NativeOps(library)) if library else (plain_linear, None)
+    decoder = Decoder(config, weights, linear, ops)
+    return Model(config, decoder, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, torch.device("cpu"), library)
 
 
 def tiny_config(**options: object) -> EngineConfig:

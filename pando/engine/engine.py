@@ -163,9 +163,9 @@ class Engine:
         if not prompt:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         vocab = self.model.config.vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise InvalidPrompt(f"{token!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab:
+            wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab)
+            raise InvalidPrompt(f"{wrong!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
         if len(prompt) >= self.max_len:
             raise PromptTooLong(
                 f"the prompt has {len(prompt)} tokens and the context holds {self.max_len}, one of them for the answer; "

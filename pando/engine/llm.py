@@ -1,6 +1,7 @@
 """The offline interface, with the conventions of vLLM's class of the same name."""
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import Attention, Device, DType, EngineConfig
-from ..errors import InvalidPrompt, InvalidSampling
+from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
 from ..model.load import Model, load
 from .engine import Engine
 from .request import CompletionOutput, Request, RequestOutput, SamplingParams, TokenEvent
@@ -66,7 +67,7 @@ class LLM:
 
     def _start(self, config: EngineConfig, model: Model | None) -> None:
         if config.threads is not None:
-            torch.set_num_threads(config.threads)
+            _use_threads(config.threads)
         self.config = config
         self.engine = Engine(model or load(config.model, device=config.device, dtype=config.dtype, compiled=config.native), config)
         self.tokenizer = self.engine.model.tokenizer
@@ -170,6 +171,15 @@ class LLM:
         if isinstance(given, bytes) or not isinstance(given, Sequence):
             raise InvalidPrompt(f"a prompt is text, a list of tokens, or a mapping with one of them; found {type(given).__name__}")
         return list(given)
+
+
+def _use_threads(count: int) -> None:
+    cores = os.cpu_count() or 1
+    if count > 2 * cores:
+        raise InvalidOption(
+            f"threads is {count} on a machine of {cores} cores, which would only slow each other down; use at most {2 * cores}"
+        )
+    torch.set_num_threads(count)
 
 
 class _Progress:

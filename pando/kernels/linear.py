@@ -82,7 +82,7 @@ def _measure(samples: Sequence[Tensor], forms: Mapping[str, Maker]) -> dict[int,
 
 
 def _choose(found: dict[int, dict[str, float]]) -> dict[int, str]:
-    """The quickest for each number of rows; the packed layout everywhere if it is never much slower, nowhere if it is never much quicker."""
+    """The quickest for each number of rows; the packed layout everywhere if never much slower, nowhere if never much quicker."""
     chosen = {rows: min(times, key=lambda form: times[form]) for rows, times in found.items()}
     if all("packed" in times and CLEARLY * times["packed"] <= min(times.values()) for times in found.values()):
         return dict.fromkeys(chosen, "packed")

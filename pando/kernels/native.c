@@ -94,9 +94,10 @@ static inline vec smaller(vec a, vec b) { return -larger(-a, -b); }
 
 #define LOG2_E 1.44269504f
 
-/* 2^x, 2e-7 relative: a whole power times a polynomial. Below -126 it answers that of -126, which is nothing; x is at most 127. */
+/* 2^x, 2e-7 relative: a whole power times a polynomial. Below -126 it answers that of -126, which is nothing; x is at most 127. NaN stays
+   NaN: a row without numbers must be found out. */
 static inline vec exp2_fast(vec x) {
-    x = larger(x, all(-126.0f));
+    x = larger(all(-126.0f), x);
     vec n = x + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
     vec scale = (vec)(((ints)n + 127) << 23);
     vec r = x - (n - 12582912.0f);
@@ -319,6 +320,10 @@ static void gather(const float *weights, int rows, const float *const *values, i
 
 /* One block of scores becomes weights; sums and what was gathered so far are scaled to the new peak. */
 static void weigh(float *scores, int visible, float *peak, float *sum, float *acc, int D) {
+    if (!visible) {
+        memset(scores, 0, KEYS * sizeof(float));
+        return;
+    }
     for (int j = visible; j < KEYS; j++) scores[j] = -INFINITY;
     vec most[4] = {all(*peak), all(*peak), all(*peak), all(*peak)}; /* four, so that none waits for the one before */
     for (int j = 0; j < KEYS; j += 4 * WIDTH)
@@ -326,10 +331,6 @@ static void weigh(float *scores, int visible, float *peak, float *sum, float *ac
     vec highest = larger(larger(most[0], most[1]), larger(most[2], most[3]));
     float top = *peak;
     for (int i = 0; i < WIDTH; i++) top = highest[i] > top ? highest[i] : top;
-    if (top == -INFINITY) { /* nothing to see yet */
-        memset(scores, 0, KEYS * sizeof(float));
-        return;
-    }
     if (top > *peak) {
         float shrink = *peak == -INFINITY ? 0.0f : exp2_one(*peak - top);
         *sum *= shrink;
@@ -428,12 +429,12 @@ void attend(const el *q, const el *k, const el *v, const float *slopes, const Ti
             for (int i = starts[t]; i < starts[t + 1]; i++) top = peaks[of[i] * H + h] > top ? peaks[of[i] * H + h] : top;
             for (int i = starts[t]; i < starts[t + 1]; i++) {
                 int64_t from = (int64_t)of[i] * H + h;
-                if (peaks[from] == -INFINITY) continue;
+                if (sums[from] == 0) continue;
                 float weight = exp2_one(peaks[from] - top);
                 sum += weight * sums[from];
                 for (int d = 0; d < D; d++) row[d] += weight * parts[from * D + d];
             }
-            for (int d = 0; d < D; d++) out[(int64_t)place * D + d] = down(sum > 0 ? row[d] / sum : 0.0f);
+            for (int d = 0; d < D; d++) out[(int64_t)place * D + d] = down(sum == 0 ? 0.0f : row[d] / sum);
         }
     }
 }

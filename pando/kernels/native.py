@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -32,7 +33,7 @@ TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD = 96, 256  # as in native.c
 TILE_ROWS = 32  # packed queries a tile should have
 TILE_KEYS = 512  # keys after which a tile of few queries is split, so that every thread finds work
-DENSE_QUERIES = 16  # queries from which torch's kernel may be the faster one
+DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
 PROBE_QUERIES, PROBE_KEYS = 128, 1024
 LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2
 PATIENCE = 120  # seconds a compilation may take
@@ -47,8 +48,9 @@ def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
     """The compiled kernels for a dtype; compiled into `folder` if they are not there yet."""
     if dtype not in TYPES:
         return Unavailable(f"they are not made for {dtype}")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
+    named = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
+    compiler = shlex.split(named)  # "ccache gcc" is two words
+    if not compiler:
         return Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
     try:
         path = folder / f"{_name(compiler, dtype)}.so"
@@ -56,31 +58,33 @@ def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
             _compile(compiler, dtype, path)
         return Library(dtype, path)
     except subprocess.CalledProcessError as error:
-        return Unavailable(f"{compiler} failed: {error.stderr.decode(errors='replace').strip()[-300:]}")
+        return Unavailable(f"{named} failed: {error.stderr.decode(errors='replace').strip()[-300:]}")
     except (OSError, subprocess.TimeoutExpired, AttributeError) as error:
         return Unavailable(str(error))
 
 
-def _name(compiler: str, dtype: torch.dtype) -> str:
+def _name(compiler: Sequence[str], dtype: torch.dtype) -> str:
     """Names whatever the machine code depends on: a home folder may be shared by machines of different kinds."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     cpu = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
     parts = (SOURCE.read_bytes(), version, *(part.encode() for part in (*FLAGS, *TYPES[dtype], *cpu, platform.machine())))
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
-def _compile(compiler: str, dtype: torch.dtype, path: Path) -> None:
+def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> None:
     """Linked without an OpenMP library of its own: a second pool of threads would fight torch's over the same cores."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         object_file, result = Path(scratch) / "native.o", Path(scratch) / "native.so"
         for command in (
-            [compiler, *FLAGS, *TYPES[dtype], "-c", str(SOURCE), "-o", str(object_file)],
-            [compiler, "-shared", "-o", str(result), str(object_file), "-lm"],
+            [*compiler, *FLAGS, *TYPES[dtype], "-c", str(SOURCE), "-o", str(object_file)],
+            [*compiler, "-shared", "-o", str(result), str(object_file), "-lm"],
         ):
             subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE)
+        with result.open("rb") as file:  # a file cut short by a power loss would be loaded, and end the process
+            os.fsync(file.fileno())
         os.replace(result, path)
 
 
@@ -113,6 +117,7 @@ def _declare(function: "ctypes._NamedFuncPointer", *types: type) -> "ctypes._Nam
 
 def native_linear(library: Library, weight: Tensor, bias: Tensor | None) -> Apply:
     outputs, inputs = weight.shape
+    weight = weight.contiguous()
     run, w, b = library.linear, weight.data_ptr(), None if bias is None else bias.data_ptr()
 
     def apply(x: Tensor, keeps: tuple[Tensor, Tensor | None] = (weight, bias)) -> Tensor:  # the kernel has only their addresses
@@ -227,7 +232,8 @@ class NativeLowering:
             return [read]
         whole, own = split_own(read, positions.numpy())
         kept = []
-        for part, faster, kind in ((whole, dense.runs, Run), (own, dense.squares, Square)):
+        squares = dense.squares and len(read.queries) >= DENSE_SQUARE
+        for part, faster, kind in ((whole, dense.runs, Run), (own, squares, Square)):
             if part is not None and faster:
                 self._dense.append((kind(part, self._count, self._geometry), slice(len(owners), len(owners) + len(part.queries))))
                 owners += part.queries.tolist()

@@ -31,7 +31,7 @@ class Model:
     config: ModelConfig
     decoder: Decoder
     tokenizer: Tokenizer
-    digest: bytes  # names the weights: a part of every key
+    digest: bytes  # names the weights and their dtype: a part of every key
     dtype: torch.dtype
     device: torch.device
     library: Library | None = None  # compiled kernels
@@ -49,7 +49,7 @@ def load(name: str, *, device: str, dtype: str, compiled: bool = True, progress:
         config=config,
         decoder=Decoder(config, weights, linear, NativeOps(library) if library else None),
         tokenizer=Tokenizer.from_directory(files.directory),
-        digest=digest(files.weights, config),
+        digest=digest(files.weights, config) + str(kind).encode(),
         dtype=kind,
         device=place,
         library=library,
