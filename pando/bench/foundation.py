@@ -70,7 +70,13 @@ def _unjudged(result: Result) -> Result:
 def _size(arguments: argparse.Namespace) -> cases.Size:
     size = cases.QUICK if arguments.quick else cases.FULL
     tokens = None if arguments.full else arguments.ppl_tokens or size.scored_tokens
-    return replace(size, scored_tokens=tokens, repeats=arguments.repeats or size.repeats)
+    return replace(
+        size,
+        scored_tokens=tokens,
+        repeats=arguments.repeats or size.repeats,
+        chats=arguments.chats or size.chats,
+        system_tokens=arguments.system_tokens or size.system_tokens,
+    )
 
 
 def _parser() -> Parser:
@@ -82,6 +88,8 @@ def _parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: to see that it runs; the numbers mean little")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")
     parser.add_argument("--threads", type=int, default=cores, metavar="N", help="CPU threads for both sides (the cores at hand)")
+    parser.add_argument("--chats", type=int, metavar="N", help=f"chat prompts whose greedy text is compared ({cases.FULL.chats})")
+    parser.add_argument("--system-tokens", type=int, metavar="N", help=f"tokens of text those share ({cases.FULL.system_tokens})")
     parser.add_argument("--ppl-tokens", type=int, metavar="N", help=f"tokens scored for perplexity ({cases.FULL.scored_tokens})")
     parser.add_argument("--full", action="store_true", help="score the whole text for perplexity")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the shared prefix is cut from")

@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, one step at a time."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from .sampler import Chosen, Sampler, check
 from .scheduler import Row, Schedule, Scheduler
 
 POOL_CONTEXTS = 8  # full contexts that the pool holds by default, memory permitting
+MAX_SLOTS = 2**31 - 1  # kernels count them in 32 bits
 POOL_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the free memory, at most
 
 
@@ -54,6 +56,9 @@ class Engine:
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.answers: dict[Row, Answer] = {}
         self.steps = 0
+        self._stepping = False
+        self._cancelled: list[str] = []
+        self._eos = tuple(token for token in model.tokenizer.eos if 0 <= token < facts.vocab_size)  # files may name others
         self._seeds = random.Random(config.seed)
 
     # ---- requests
@@ -66,7 +71,7 @@ class Engine:
         last = self._last(prompt, params.max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         root = root_key(self.model.digest, request.salt)
-        eos = self.model.tokenizer.eos
+        eos = self._eos
         rows = [
             Row(request.request_id, index, prompt, params, seed + index, root, last, blocked=(*eos, *(params.stop_token_ids or ())))
             for index in range(params.n)
@@ -77,9 +82,17 @@ class Engine:
         self.scheduler.add(rows)
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request's rows; what they computed stays in the tree."""
-        for row in [row for row in self.answers if row.request_id == request_id]:
-            self._end(row)
+        """Drops a request's rows; what they computed stays in the tree. In the middle of a step (a garbage collector may close a stream at
+        any time) it waits for the step's end."""
+        self._cancelled.append(request_id)
+        if not self._stepping:
+            self._drop_cancelled()
+
+    def _drop_cancelled(self) -> None:
+        while self._cancelled:
+            request_id = self._cancelled.pop()
+            for row in [row for row in self.answers if row.request_id == request_id]:
+                self._end(row)
 
     @property
     def has_work(self) -> bool:
@@ -89,10 +102,24 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        schedule = self.scheduler.next()
-        logits = self._forward(schedule)
-        chosen = self._sample(schedule, logits)
-        return self._settle(schedule, chosen)
+        with self._whole_or_not_at_all():
+            schedule = self.scheduler.next()
+            logits = self._forward(schedule)
+            chosen = self._sample(schedule, logits)
+            return self._settle(schedule, chosen)
+
+    @contextmanager
+    def _whole_or_not_at_all(self) -> Iterator[None]:
+        """A step that is cut short (Ctrl-C, no memory) leaves states half written. Its rows go on from their tokens, without them."""
+        self._stepping = True
+        try:
+            yield
+        except BaseException:
+            self.scheduler.forget_states()
+            raise
+        finally:
+            self._stepping = False
+            self._drop_cancelled()
 
     def _forward(self, schedule: Schedule) -> Tensor:
         for copy in schedule.copies:
@@ -205,11 +232,17 @@ def _context(model: Model, config: EngineConfig) -> int:
 
 
 def _page_count(model: Model, config: EngineConfig, context: int) -> int:
-    if config.kv_cache_tokens is not None:
-        return config.kv_cache_tokens // config.page_size
-    facts = model.config
+    facts, free = model.config, free_memory(model.device)
     size = PagePool.page_bytes(config.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.dtype)
-    affordable = int(free_memory(model.device) * POOL_SHARE[model.device.type]) // size
+    if config.kv_cache_tokens is not None:
+        count = min(config.kv_cache_tokens, MAX_SLOTS) // config.page_size
+        if count * size > free:
+            raise InvalidOption(
+                f"a KV cache of {config.kv_cache_tokens} tokens needs {count * size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+                f"lower kv_cache_tokens to at most {free // size * config.page_size}"
+            )
+        return count
+    affordable = min(int(free * POOL_SHARE[model.device.type]) // size, MAX_SLOTS // config.page_size)
     wanted = -(-POOL_CONTEXTS * context // config.page_size)
     count = affordable if model.device.type == "cuda" else min(affordable, wanted)
     if count < 1:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ..errors import InvalidSampling
 
-FinishReason = Literal["stop", "length", "abort", "error"]  # error: the model answered no number that a token could be chosen by
+FinishReason = Literal["stop", "length", "error"]  # error: the model answered no number that a token could be chosen by
 
 MAX_N = 128
 MAX_STOPS = 64

@@ -18,6 +18,8 @@ from ..kv.segment import Key, Placement, extend_keys, shared_length
 from ..kv.tree import PrefixTree, Stem
 from .request import SamplingParams
 
+WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
+
 
 @dataclass(eq=False, slots=True)
 class Row:
@@ -102,6 +104,16 @@ class Scheduler:
         elif row in self.waiting:
             self.waiting.remove(row)
 
+    def forget_states(self) -> None:
+        """After a step that did not finish: every row begins again from its tokens, and nothing that was cached is trusted."""
+        self.waiting.extendleft(reversed(self.running))
+        for row in self.running:
+            row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
+        self.running = []
+        self.pages.reset()
+        self.tree.reset()
+        self._changed = True
+
     # ---- a step
 
     def next(self) -> Schedule:
@@ -120,13 +132,12 @@ class Scheduler:
         if not pressed:
             self._admit(budget, counts, copies)
         rows = [row for row in self.running if row in counts]
-        shape = [(id(row), counts[row]) for row in rows]
-        changed = self._changed or shape != self._shape or any(count > 1 for count in counts.values())
-        self._changed, self._shape = False, shape
+        changed = self._changed or _shape(rows, [counts[row] for row in rows]) != self._shape or any(count > 1 for count in counts.values())
         return Schedule(rows, [counts[row] for row in rows], copies, changed)
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
+        self._changed, self._shape = False, _shape(schedule.rows, schedule.counts)  # only now: a step that failed settles nothing
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
@@ -148,15 +159,11 @@ class Scheduler:
 
     def _is_held(self, row: Row) -> bool:
         """Is a running row computing the beginning of this one? Then it is worth waiting for: the same states are not computed twice."""
-        if not self.reuse:
+        if not self.reuse or row.scored is not None:
             return False
         self._extend_keys(row)
-        for other in self.running:
-            if other.behind > 1 and other.root == row.root:
-                common = self._common(row, other)
-                if other.computed < common:
-                    return True
-        return False
+        others = (other for other in self.running if other.behind > 1 and other.root == row.root and other.scored is None)
+        return any(max(other.computed + 1, WORTH_WAITING) <= self._common(row, other) for other in others)
 
     def _common(self, row: Row, other: Row) -> int:
         """How many of a row's first tokens another has too, less the last, which must be computed to be answered."""
@@ -269,11 +276,12 @@ class Scheduler:
             return
         self._extend_keys(row)
         done = self.tree.insert(row.stem, row.keys[start:stop], row.tokens[start * size : stop * size], row.pages[start:stop], self._now)
-        row.pages[start:stop] = done.pages
-        row.settled = stop * size
         if done.spare:
+            self.pages.unclaim(row.pages[-1])
             self.pages.give(done.spare)
             self._changed = True
+        row.pages[start:stop] = done.pages
+        row.settled = stop * size
         if done.stem is not row.stem:
             self.tree.pin(done.stem)
             self.tree.unpin(row.stem)
@@ -281,3 +289,7 @@ class Scheduler:
 
     def _extend_keys(self, row: Row) -> None:
         extend_keys(row.keys, row.root, row.tokens, self.pages.page_size)
+
+
+def _shape(rows: Iterable[Row], counts: Iterable[int]) -> list[tuple[int, int]]:
+    return [(id(row), count) for row, count in zip(rows, counts, strict=True)]

@@ -31,13 +31,15 @@ class CpuLinear:
         if library is not None:
             forms["native"] = partial(native_linear, library)
         self.forms = forms
-        self.chosen = _choose(_measure(samples, forms))  # by the number of rows
+        found = _measure(samples, forms)
+        self.chosen = _choose(found)  # by the number of rows
+        self.without_copies = _choose({rows: {k: v for k, v in times.items() if k != "packed"} for rows, times in found.items()})
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Apply:
         chosen = dict(self.chosen)
         if "packed" in chosen.values() and set(chosen.values()) != {"packed"}:
             if weight.nbytes > self.spare:
-                chosen = {rows: "torch" if form == "packed" else form for rows, form in chosen.items()}
+                chosen = self.without_copies
             else:
                 self.spare -= weight.nbytes
         made = {form: self.forms[form](weight, bias) for form in set(chosen.values())}

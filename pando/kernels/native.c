@@ -421,7 +421,7 @@ void attend(const el *q, const el *k, const el *v, const float *slopes, const Ti
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic)
-        for (int task = 0; task < count * K; task++) attend_tile(&work, tiles + task / K, task % K);
+        for (int task = 0; task < count * K; task++) attend_tile(&work, tiles + task % count, task / count); /* a head's keys stay in the cache */
 #pragma omp for schedule(static)
         for (int place = 0; place < T * H; place++) {
             int t = place / H, h = place % H;

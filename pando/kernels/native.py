@@ -49,7 +49,10 @@ def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
     if dtype not in TYPES:
         return Unavailable(f"they are not made for {dtype}")
     named = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
-    compiler = shlex.split(named)  # "ccache gcc" is two words
+    try:
+        compiler = shlex.split(named)  # "ccache gcc" is two words
+    except ValueError as error:
+        return Unavailable(f"the variable CC is {named!r}, which is no command ({error})")
     if not compiler:
         return Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
     try:

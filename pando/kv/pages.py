@@ -14,9 +14,13 @@ class Pages:
     def __init__(self, count: int, page_size: int) -> None:
         self.count = count
         self.page_size = page_size
-        self._free: NDArray[np.bool_] = np.ones(count, dtype=bool)
-        self._claimed: NDArray[np.bool_] = np.zeros(count, dtype=bool)
-        self.free = count
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody owns any page."""
+        self._free: NDArray[np.bool_] = np.ones(self.count, dtype=bool)
+        self._claimed: NDArray[np.bool_] = np.zeros(self.count, dtype=bool)
+        self.free = self.count
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

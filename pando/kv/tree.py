@@ -58,6 +58,10 @@ class Inserted:
 class PrefixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is known, and nothing is freed: the pages go another way."""
         self._roots: dict[Key, Stem] = {}
         self.pages = 0  # held by the tree
 
@@ -106,7 +110,7 @@ class PrefixTree:
         if place < len(keys):
             fresh = Segment(tuple(keys[place:]), tuple(tokens[place * self.page_size :]), tuple(own[place:]), at.end)
             spare += self._drop_covered(at, fresh.tokens)
-            at = self._lengthen(at, fresh) if at is start and _is_loose_leaf(at, 1) else self._sprout(at, fresh, now)
+            at = self._lengthen(at, fresh, now) if at is start and _is_loose_leaf(at, 1) else self._sprout(at, fresh, now)
             self.pages += len(fresh.pages)
         return Inserted(at, own, spare)
 
@@ -163,10 +167,11 @@ class PrefixTree:
         self.pages -= len(covered)
         return [at.children.pop(key).segment.pages[0] for key in covered]
 
-    def _lengthen(self, stem: Stem, fresh: Segment) -> Stem:
+    def _lengthen(self, stem: Stem, fresh: Segment, now: int) -> Stem:
         """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
         old = stem.segment
         stem.segment = Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first)
+        stem.used = now
         return stem
 
     def _sprout(self, at: Stem, fresh: Segment, now: int) -> Stem:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, TokenEvent
+from pando.engine.scheduler import Schedule
 from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
 from pando.model.decoder import Decoder, Step
 from pando.model.load import Model
@@ -396,3 +397,63 @@ def test_a_prompt_is_scored_the_same_when_its_row_is_preempted() -> None:
     said = run(engine, [Request("older", [3] * 12, greedy(50)), asked])
     assert engine.stats().preemptions > 0
     assert list(said["scored", 0][-1].prompt_logprobs or ()) == pytest.approx(list(expected), abs=1e-4)
+
+
+def test_a_step_that_is_cut_short_leaves_no_wrong_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a step ends (Ctrl-C, no memory), the rows go on to the same tokens, and nothing cached is wrong."""
+    model = tiny_model()
+    prompts = [[*range(30), 100 + i] for i in range(3)]
+    requests = [Request(f"r{i}", prompt, greedy(20)) for i, prompt in enumerate(prompts)]
+    expected = {key: [event.token for event in events] for key, events in run(tiny_engine(model), requests).items()}
+    for place in ("_forward", "_sample", "_settle"):
+        engine = tiny_engine(model)
+        for request in requests:
+            engine.add(request)
+        said: dict[tuple[str, int], list[int]] = {}
+        for number in range(60):
+            if number % 7 == 3:
+                with monkeypatch.context() as broken:
+                    broken.setattr(engine, place, _interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.step()
+            for event in engine.step():
+                said.setdefault((event.request_id, event.index), []).append(event.token)
+        assert said == expected
+        again = run(engine, [Request(f"again{i}", prompt, greedy(20)) for i, prompt in enumerate(prompts)])
+        assert [[event.token for event in events] for events in again.values()] == list(expected.values())
+        engine.clear_cache()
+        assert engine.pages_in_use == 0
+
+
+def _interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_cancellation_in_the_middle_of_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    for name in ("goes", "stays"):
+        engine.add(Request(name, [1, 2, 3, ord(name[0])], greedy(5)))
+    engine.step()
+    forward = engine._forward
+
+    def cancelling(schedule: Schedule) -> torch.Tensor:
+        engine.cancel("goes")
+        return forward(schedule)
+
+    monkeypatch.setattr(engine, "_forward", cancelling)
+    engine.step()
+    assert {row.request_id for row in engine.answers} == {"stays"}
+    monkeypatch.undo()
+    assert len(drain(engine)["stays", 0]) >= 1
+
+
+def test_a_pool_that_does_not_fit_the_memory_is_refused_with_numbers() -> None:
+    with pytest.raises(InvalidOption, match=r"needs .* GiB and .* GiB are free; lower kv_cache_tokens to at most \d+"):
+        tiny_engine(kv_cache_tokens=2**31)
+
+
+def test_an_end_token_beyond_the_vocabulary_harms_nobody() -> None:
+    model = tiny_model()
+    model.tokenizer.eos = (*model.tokenizer.eos, 10**6, -1)
+    events = run(tiny_engine(model), [Request("r", [1, 2, 3], SamplingParams(temperature=0, min_tokens=3, max_tokens=4))])
+    assert len(events["r", 0]) == 4
