@@ -31,10 +31,11 @@ SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD = 96, 256  # as in native.c
-TILE_ROWS = 32  # packed queries a tile should have
-TILE_KEYS = 512  # keys after which a tile of few queries is split, so that every thread finds work
+TILE_ROWS = ROWS  # packed queries of a tile: the more, the fewer passes over the keys
+TILE_KEYS = 512  # keys after which a read is split, if it would leave threads without work
+TASKS_PER_THREAD = 6  # from which the last to finish keeps nobody waiting for long
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
-PROBE_QUERIES, PROBE_KEYS = 128, 1024
+RUN_QUERIES, SQUARE_QUERIES, PROBE_KEYS = 32, 128, 2048  # of the reads that are timed: a batch over a prefix, a prompt
 LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2
 PATIENCE = 120  # seconds a compilation may take
 
@@ -187,20 +188,15 @@ class Dense(NamedTuple):
 
     @classmethod
     def measure(cls, library: Library, geometry: Geometry) -> "Dense":
-        count, keys = PROBE_QUERIES, PROBE_KEYS
-        k, v = torch.randn(2, keys, geometry.kv_heads, geometry.head_dim).to(library.dtype)
-        q = torch.randn(count, geometry.heads, geometry.head_dim).to(library.dtype)
-        none = torch.zeros(count, dtype=torch.int64)
-        plans = [  # queries behind the keys, and among them
-            (Read(torch.arange(keys), 0, torch.arange(count), none), keys + torch.arange(count)),
-            (Read(torch.arange(count), 0, torch.arange(count), none), torch.arange(count)),
-        ]
+        k, v = torch.randn(2, PROBE_KEYS, geometry.kv_heads, geometry.head_dim).to(library.dtype)
         faster = []
-        for read, positions in plans:
+        for count, before in ((RUN_QUERIES, PROBE_KEYS), (SQUARE_QUERIES, 0)):  # queries behind the keys, and among them
+            q = torch.randn(count, geometry.heads, geometry.head_dim).to(library.dtype)
+            read = Read(torch.arange(before or count), 0, torch.arange(count), torch.zeros(count, dtype=torch.int64))
             spent = []
             for dense in (cls(True, True), cls(False, False)):
-                lowering = NativeLowering(library, dense, [read], positions, geometry)
-                spent.append(seconds(lambda lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
+                lowering = NativeLowering(library, dense, [read], before + torch.arange(count), geometry)
+                spent.append(seconds(lambda q=q, lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
             faster.append(spent[0] < spent[1])
         return cls(*faster)
 
@@ -247,10 +243,11 @@ class NativeLowering:
     def _tile(self, reads: Sequence[Read], pairs: int, owners: list[int]) -> None:
         """Cuts reads into tiles, and lists for each token the parts that answer it."""
         tiles, slot, pair = [], 0, 0
+        enough = TASKS_PER_THREAD * torch.get_num_threads() / self._geometry.kv_heads
         for read in reads:
+            step = len(read.slots) if len(read.queries) / pairs > enough else TILE_KEYS
             for start in range(0, len(read.queries), pairs):
                 width = min(pairs, len(read.queries) - start)
-                step = len(read.slots) if len(read.queries) > pairs else TILE_KEYS
                 for key in range(0, len(read.slots), step):
                     tiles.append((slot, key, min(key + step, len(read.slots)), pair + start, width, len(owners)))
                     owners += read.queries[start : start + width].tolist()
