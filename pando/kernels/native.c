@@ -135,7 +135,7 @@ static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, f
     }
 }
 
-/* How far ahead weights are asked for, and into which cache: as measured on a Sapphire Rapids and on a Neoverse N1. */
+/* How far ahead weights are asked for, and into which cache: as measured on an Intel Xeon with AMX and on a Neoverse N1. */
 #ifdef __x86_64__
 #define AHEAD 8192
 #define CACHE 2

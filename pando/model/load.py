@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,12 @@ class Model:
     library: Library | None = None  # compiled kernels
 
 
-def load(name: str, *, device: str, dtype: str, compiled: bool = True, progress: Callable[[int, int], None] | None = None) -> Model:
+def load(name: str, *, device: str, dtype: str, compiled: bool = True) -> Model:
     files = resolve(name)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
     config = ModelConfig.from_hf(_read(files.config))
-    weights = load_weights(files.weights, config, kind, place, progress)
+    weights = load_weights(files.weights, config, kind, place)
     library = _library(kind) if compiled and place.type == "cpu" else None
     linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library) if place.type == "cpu" else plain_linear
     return Model(
