@@ -31,9 +31,9 @@ def compile_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def native_library(dtype: torch.dtype = torch.float32) -> Library:
+def native_library(dtype: torch.dtype = torch.float32, *options: str) -> Library:
     """A C compiler is part of a developer's machine: without one, tests of the kernels fail."""
-    found = compiled.load(dtype, Path(compile_folder().name))
+    found = compiled.load(dtype, Path(compile_folder().name), options)
     assert not isinstance(found, Unavailable), f"the C kernels cannot be used here: {found.reason}"
     return found
 

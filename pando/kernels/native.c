@@ -5,7 +5,11 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define WIDTH 16
@@ -37,10 +41,15 @@ static inline vec load(const el *p) {
     return (vec)(__builtin_convertvector(h, bits_vec) << 16);
 }
 static inline void store(el *p, vec x) { /* `down` of every lane */
+#if defined(__AVX512BF16__) && WIDTH == 16
+    __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(p, &narrow, sizeof narrow);
+#else
     bits_vec bits = (bits_vec)x, number = (bits_vec)(x == x);
     bits_vec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     half_vec h = __builtin_convertvector((rounded & number) | (0x7fc0 & ~number), half_vec);
     memcpy(p, &h, sizeof h);
+#endif
 }
 #else
 typedef float el;
@@ -69,15 +78,16 @@ static inline float total(vec x) {
     return (q[0] + q[1]) + (q[2] + q[3]);
 }
 
+typedef int32_t four __attribute__((vector_size(16)));
+typedef int32_t sixteen __attribute__((vector_size(64)));
 #ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define PICK(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t choice __attribute__((vector_size(16)));
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (choice){__VA_ARGS__})
+#define PICK(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
 static inline quad add_pairs(quad a, quad b) {
-    return PICK(a, b, 0, 2, 4, 6) + PICK(a, b, 1, 3, 5, 7);
+    return PICK(four, a, b, 0, 2, 4, 6) + PICK(four, a, b, 1, 3, 5, 7);
 }
 
 /* The totals of four vectors at once: a quarter of the work of one by one. */
@@ -91,6 +101,15 @@ static inline vec larger(vec a, vec b) {
 }
 
 static inline vec smaller(vec a, vec b) { return -larger(-a, -b); }
+
+static inline float largest(vec x) {
+    quad part[WIDTH / 4];
+    memcpy(part, &x, sizeof x);
+    for (int i = 1; i < WIDTH / 4; i++)
+        for (int lane = 0; lane < 4; lane++) part[0][lane] = part[i][lane] > part[0][lane] ? part[i][lane] : part[0][lane];
+    float a = part[0][0] > part[0][1] ? part[0][0] : part[0][1], b = part[0][2] > part[0][3] ? part[0][2] : part[0][3];
+    return a > b ? a : b;
+}
 
 #define LOG2_E 1.44269504f
 
@@ -144,6 +163,15 @@ static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, f
 #define CACHE 3
 #endif
 
+#define ROWS 96  /* the most packed queries of a tile: pairs x G */
+#define KEYS 64  /* keys looked at together */
+#define SIZE 256 /* the largest head */
+
+#if defined(BF16) && (defined(TILES_IN_C) || defined(__AMX_BF16__) && defined(__linux__))
+#define TILES
+#include "tiles.h"
+#endif
+
 /* One row of weights against one input: bound by reading the weights, so they are read strictly in order. */
 static inline float dot(const el *w, const el *x, int n) {
     vec sum[8] = {{0}};
@@ -160,6 +188,9 @@ static inline float dot(const el *w, const el *x, int n) {
 
 /* y [T, O] = x [T, I] w [O, I]' + bias [O] or none; every weight is read once. */
 void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O) {
+#ifdef TILES
+    if (linear_tiles(x, w, bias, y, T, I, O)) return;
+#endif
 #pragma omp parallel for schedule(static)
     for (int block = 0; block < (O + 3) / 4; block++) {
         int o = block * 4, rows = O - o < 4 ? O - o : 4;
@@ -240,10 +271,6 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 
 /* ---- attention over a plan ---------------------------------------------------------------------------------------------------- */
 
-#define ROWS 96  /* the most packed queries of a tile: pairs x G */
-#define KEYS 64  /* keys looked at together */
-#define SIZE 256 /* the largest head */
-
 typedef struct {
     int32_t slots, from, to; /* keys from..to of the run whose slots begin there */
     int32_t pair, pairs;     /* (read, query) pairs that look at them */
@@ -266,7 +293,7 @@ static void score(const float *q, int rows, const float *const *keys, int count,
             vec sum[4][4] = {{{0}}};
             const float *a[4], *b[4];
             for (int i = 0; i < 4; i++) {
-                a[i] = q + (r + i < rows ? r + i : r) * SIZE;
+                a[i] = q + (r + i < rows ? r + i : r) * D;
                 b[i] = keys[j + i < count ? j + i : j];
             }
             int d = 0;
@@ -298,7 +325,7 @@ static void gather(const float *weights, int rows, const float *const *values, i
             int n = rows - r < 4 ? rows - r : 4;
             vec sum[4][4];
             for (int i = 0; i < 4; i++)
-                for (int c = 0; c < 4; c++) sum[i][c] = load_float(acc + (r + (i < n ? i : 0)) * SIZE + d + c * WIDTH);
+                for (int c = 0; c < 4; c++) sum[i][c] = load_float(acc + (r + (i < n ? i : 0)) * D + d + c * WIDTH);
             for (int j = 0; j < count; j++) {
                 vec v0 = load_float(values[j] + d), v1 = load_float(values[j] + d + WIDTH);
                 vec v2 = load_float(values[j] + d + 2 * WIDTH), v3 = load_float(values[j] + d + 3 * WIDTH);
@@ -311,11 +338,11 @@ static void gather(const float *weights, int rows, const float *const *values, i
                 }
             }
             for (int i = 0; i < n; i++)
-                for (int c = 0; c < 4; c++) store_float(acc + (r + i) * SIZE + d + c * WIDTH, sum[i][c]);
+                for (int c = 0; c < 4; c++) store_float(acc + (r + i) * D + d + c * WIDTH, sum[i][c]);
         }
     for (; d < D; d++)
         for (int r = 0; r < rows; r++)
-            for (int j = 0; j < count; j++) acc[r * SIZE + d] += weights[r * KEYS + j] * values[j][d];
+            for (int j = 0; j < count; j++) acc[r * D + d] += weights[r * KEYS + j] * values[j][d];
 }
 
 /* One block of scores becomes weights; sums and what was gathered so far are scaled to the new peak. */
@@ -329,8 +356,7 @@ static void weigh(float *scores, int visible, float *peak, float *sum, float *ac
     for (int j = 0; j < KEYS; j += 4 * WIDTH)
         for (int i = 0; i < 4; i++) most[i] = larger(load_float(scores + j + i * WIDTH), most[i]);
     vec highest = larger(larger(most[0], most[1]), larger(most[2], most[3]));
-    float top = *peak;
-    for (int i = 0; i < WIDTH; i++) top = highest[i] > top ? highest[i] : top;
+    float top = largest(highest);
     if (top > *peak) {
         float shrink = *peak == -INFINITY ? 0.0f : exp2_one(*peak - top);
         *sum *= shrink;
@@ -362,13 +388,37 @@ static inline void rows_of(const el *pool, const int32_t *slots, int count, int 
     }
 }
 
+#ifdef TILES
+#define WHOLE(rows) (((rows) + SIDE - 1) / SIDE * SIDE)
+#define BY_TILES(rows, D) ((rows) >= SIDE && (D) % DEPTH == 0 && tiles_granted())
+#else
+#define WHOLE(rows) (rows)
+#endif
+
+#ifdef TILES
+/* Has the keys and values of the next block fetched: a head's rows lie too far apart for the processor to guess. */
+static inline void ask_for(const Work *w, int h, const int32_t *slots, int count) {
+    for (int j = 0; j < count && j < KEYS; j++)
+        for (int d = 0; d < w->D; d += DEPTH) {
+            int64_t place = ((int64_t)slots[j] * w->K + h) * w->D + d;
+            __builtin_prefetch(w->k + place, 0, CACHE);
+            __builtin_prefetch(w->v + place, 0, CACHE);
+        }
+}
+#endif
+
 static void attend_tile(const Work *w, const Tile *tile, int h) {
     int G = w->H / w->K, D = w->D, rows = tile->pairs * G;
-    float q[ROWS * SIZE], acc[ROWS * SIZE], scores[ROWS * KEYS], peak[ROWS], sum[ROWS];
+    float q[ROWS * SIZE] __attribute__((aligned(64))), acc[ROWS * SIZE] __attribute__((aligned(64)));
+    float scores[ROWS * KEYS] __attribute__((aligned(64))), peak[ROWS], sum[ROWS];
 #ifdef BF16
     float scratch[KEYS * SIZE];
 #else
     float *scratch = 0;
+#endif
+#ifdef TILES
+    int tiles = BY_TILES(rows, D);
+    el *narrow = (el *)q; /* as they are: tiles multiply bfloat16 */
 #endif
     const float *block[KEYS];
     int longest = 0;
@@ -377,20 +427,38 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
         longest = seen > longest ? seen : longest;
         for (int g = 0; g < G; g++) {
             const el *from = w->q + ((int64_t)w->query[tile->pair + p] * w->H + h * G + g) * D;
-            for (int d = 0; d < D; d++) q[(p * G + g) * SIZE + d] = up(from[d]) * w->scale;
+#ifdef TILES
+            if (tiles) {
+                memcpy(narrow + (p * G + g) * D, from, D * sizeof(el));
+                continue;
+            }
+#endif
+            for (int d = 0; d < D; d++) q[(p * G + g) * D + d] = up(from[d]) * w->scale;
         }
     }
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < WHOLE(rows); r++) {
         peak[r] = -INFINITY;
         sum[r] = 0;
-        memset(acc + r * SIZE, 0, D * sizeof(float));
+        memset(acc + r * D, 0, D * sizeof(float));
+#ifdef TILES
+        if (tiles && r >= rows) memset(narrow + r * D, 0, D * sizeof(el));
+#endif
     }
     int to = tile->to < longest ? tile->to : longest;
     for (int from = tile->from; from < to; from += KEYS) {
         int count = to - from < KEYS ? to - from : KEYS;
         const int32_t *slots = w->slots + tile->slots + from;
-        rows_of(w->k, slots, count, w->K, h, D, scratch, block);
-        score(q, rows, block, count, D, scores);
+#ifdef TILES
+        if (tiles) {
+            ask_for(w, h, slots + KEYS, to - from - KEYS);
+            score_tiles(narrow, WHOLE(rows), w->k + h * D, slots, (int64_t)w->K * D, count, D, scores);
+            for (int i = 0; i < rows * KEYS; i += WIDTH) store_float(scores + i, load_float(scores + i) * w->scale);
+        } else
+#endif
+        {
+            rows_of(w->k, slots, count, w->K, h, D, scratch, block);
+            score(q, rows, block, count, D, scores);
+        }
         for (int r = 0; r < rows; r++) {
             int pair = tile->pair + r / G, visible = w->seen[pair] - from;
             visible = visible < 0 ? 0 : visible > count ? count : visible;
@@ -399,8 +467,14 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
                 float slope = w->slopes[h * G + r % G] * LOG2_E;
                 for (int j = 0; j < visible; j++) row[j] += slope * (w->ahead[pair] + from + j);
             }
-            weigh(row, visible, peak + r, sum + r, acc + r * SIZE, D);
+            weigh(row, visible, peak + r, sum + r, acc + r * D, D);
         }
+#ifdef TILES
+        if (tiles) {
+            gather_tiles(scores, WHOLE(rows), w->v + h * D, slots, (int64_t)w->K * D, count, D, acc);
+            continue;
+        }
+#endif
         rows_of(w->v, slots, count, w->K, h, D, scratch, block);
         gather(scores, rows, block, count, D, acc);
     }
@@ -408,7 +482,7 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
         int64_t place = (int64_t)(tile->part + r / G) * w->H + h * G + r % G;
         w->peak[place] = peak[r];
         w->sum[place] = sum[r];
-        memcpy(w->out + place * D, acc + r * SIZE, D * sizeof(float));
+        memcpy(w->out + place * D, acc + r * D, D * sizeof(float));
     }
 }
 
@@ -420,8 +494,14 @@ void attend(const el *q, const el *k, const el *v, const float *slopes, const Ti
     Work work = {q, k, v, slopes, slots, query, seen, ahead, H, K, D, scale * LOG2_E, parts, peaks, sums};
 #pragma omp parallel
     {
+#ifdef TILES
+        if (tiles_granted()) tiles_begin();
+#endif
 #pragma omp for schedule(dynamic)
         for (int task = 0; task < count * K; task++) attend_tile(&work, tiles + task % count, task / count); /* a head's keys stay in the cache */
+#ifdef TILES
+        if (tiles_granted()) tiles_end();
+#endif
 #pragma omp for schedule(static)
         for (int place = 0; place < T * H; place++) {
             int t = place / H, h = place % H;

@@ -45,8 +45,8 @@ class Unavailable:
     reason: str
 
 
-def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
-    """The compiled kernels for a dtype; compiled into `folder` if they are not there yet."""
+def load(dtype: torch.dtype, folder: Path, options: Sequence[str] = ()) -> "Library | Unavailable":
+    """The compiled kernels for a dtype; compiled into `folder`, with further options for the compiler, if they are not there yet."""
     if dtype not in TYPES:
         return Unavailable(f"they are not made for {dtype}")
     named = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
@@ -56,10 +56,11 @@ def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
         return Unavailable(f"the variable CC is {named!r}, which is no command ({error})")
     if not compiler:
         return Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
+    flags = (*FLAGS, *TYPES[dtype], *options)
     try:
-        path = folder / f"{_name(compiler, dtype)}.so"
+        path = folder / f"{_name(compiler, flags)}.so"
         if not path.exists():
-            _compile(compiler, dtype, path)
+            _compile(compiler, flags, path)
         return Library(dtype, path)
     except subprocess.CalledProcessError as error:
         return Unavailable(f"{named} failed: {error.stderr.decode(errors='replace').strip()[-300:]}")
@@ -67,23 +68,24 @@ def load(dtype: torch.dtype, folder: Path) -> "Library | Unavailable":
         return Unavailable(str(error))
 
 
-def _name(compiler: Sequence[str], dtype: torch.dtype) -> str:
+def _name(compiler: Sequence[str], flags: Sequence[str]) -> str:
     """Names whatever the machine code depends on: a home folder may be shared by machines of different kinds."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     cpu = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
-    parts = (SOURCE.read_bytes(), version, *(part.encode() for part in (*FLAGS, *TYPES[dtype], *cpu, platform.machine())))
+    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
+    parts = (*sources, version, *(part.encode() for part in (*flags, *cpu, platform.machine())))
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
-def _compile(compiler: Sequence[str], dtype: torch.dtype, path: Path) -> None:
+def _compile(compiler: Sequence[str], flags: Sequence[str], path: Path) -> None:
     """Linked without an OpenMP library of its own: a second pool of threads would fight torch's over the same cores."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         object_file, result = Path(scratch) / "native.o", Path(scratch) / "native.so"
         for command in (
-            [*compiler, *FLAGS, *TYPES[dtype], "-c", str(SOURCE), "-o", str(object_file)],
+            [*compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
             [*compiler, "-shared", "-o", str(result), str(object_file), "-lm"],
         ):
             subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE)

@@ -102,6 +102,12 @@ class Case:
     def paths(self) -> dict[str, Lowering | NativeLowering]:
         return {name: self.lower(dense) for name, dense in PATHS.items()}
 
+    def by_tiles(self) -> dict[str, Lowering | NativeLowering]:
+        """Tile instructions as this machine has them, and as they are defined."""
+        plan = self.reads, self.positions, self.geometry
+        libraries = {"here": native_library(self.dtype), "defined": native_library(self.dtype, "-DTILES_IN_C")}
+        return {name: NativeLowering(library, Dense(), *plan) for name, library in libraries.items()}
+
     def check(self, paths: dict[str, Lowering | NativeLowering], positions: torch.Tensor) -> None:
         geometry = self.geometry
         q = torch.randn(len(positions), geometry.heads, geometry.head_dim).to(self.dtype)
@@ -143,6 +149,13 @@ def test_every_cpu_path_takes_heads_of_every_shape(group: int) -> None:
             case = Case(group + size, positions, shape=(group, size), tails=(0, 11, 64))
             assert supports(case.geometry)
             case.check(case.paths(), case.positions)
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
+def test_attention_by_tiles_equals_the_definition(positions: str) -> None:
+    for seed in range(12):
+        case = Case(seed, positions, torch.bfloat16, shape=((1, 3, 8)[seed % 3], (32, 64, 80, 96, 128, 256)[seed // 2]))
+        case.check(case.by_tiles(), case.positions)
 
 
 @pytest.mark.parametrize("length", [62, 63, 64, 65, 127, 128, 129, 510, 511, 512, 513, 1025])

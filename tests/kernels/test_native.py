@@ -33,6 +33,20 @@ def close(out: torch.Tensor, exact: torch.Tensor, roundings: int = 4) -> bool:
     return bool((out.double() - exact.double()).abs().max() <= roundings * torch.finfo(out.dtype).eps * max(1.0, float(exact.abs().max())))
 
 
+# ---- linear maps by tiles
+
+
+@pytest.mark.parametrize("rows", [2, 15, 16, 17, 33, 64, 65, 130])
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (32, 33), (31, 32), (160, 576)])
+def test_a_product_by_tiles_is_the_product(rows: int, shape: tuple[int, int]) -> None:
+    """Tile instructions as this machine has them, and as they are defined; shapes that do not fill a tile go another way."""
+    x, w, bias = (torch.randn(*size).to(torch.bfloat16) for size in ((rows, shape[1]), shape, shape[:1]))
+    for options in ((), ("-DTILES_IN_C",)):
+        library = native_library(torch.bfloat16, *options)
+        assert close(native_linear(library, w, bias)(x), F.linear(x.double(), w.double(), bias.double()))
+        assert close(native_linear(library, w, None)(x), F.linear(x.double(), w.double()))
+
+
 # ---- steps of a layer
 
 

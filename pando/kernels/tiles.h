@@ -1,0 +1,197 @@
+/* Products of bfloat16 matrices by the tile instructions of AMX, or, with -DTILES_IN_C, by a plain definition of them, so that what is
+   built on them can be tested anywhere. Included by native.c, which defines `el`, `vec` and their loads.
+
+   A tile is 16 rows of 64 bytes. DOT(c, a, b) adds to 16 x 16 floats the product of a, 16 rows of 32 elements, and b, 16 rows of 16 pairs:
+   row i of b holds elements 2i and 2i + 1 of each of 16 columns. So a is a matrix as it lies in memory, and b one whose pairs were
+   transposed: of a product of two, we transpose the smaller. */
+
+#define SIDE 16 /* rows of a tile, and columns of a product */
+#define DEPTH 32 /* elements of a row that one product takes in */
+
+#ifdef TILES_IN_C
+static _Thread_local uint8_t tile_registers[8][SIDE][64];
+
+static inline void tile_load(int n, const void *from, int64_t stride) {
+    for (int i = 0; i < SIDE; i++) memcpy(tile_registers[n][i], (const char *)from + i * stride, 64);
+}
+static inline void tile_store(int n, void *to, int64_t stride) {
+    for (int i = 0; i < SIDE; i++) memcpy((char *)to + i * stride, tile_registers[n][i], 64);
+}
+static inline void tile_dot(int c, int a, int b) {
+    for (int i = 0; i < SIDE; i++)
+        for (int j = 0; j < SIDE; j++) {
+            float *sum = (float *)tile_registers[c][i] + j;
+            for (int k = 0; k < DEPTH; k++) {
+                const el *x = (const el *)tile_registers[a][i] + k, *y = (const el *)tile_registers[b][k / 2] + 2 * j + k % 2;
+                *sum += up(*x) * up(*y);
+            }
+        }
+}
+#define LOAD(n, from, stride) tile_load(n, from, stride)
+#define STORE(n, to, stride) tile_store(n, to, stride)
+#define DOT(c, a, b) tile_dot(c, a, b)
+#define ZERO(n) memset(tile_registers[n], 0, sizeof tile_registers[n])
+static inline int tiles_granted(void) { return 1; }
+static inline void tiles_begin(void) {}
+static inline void tiles_end(void) {}
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define LOAD(n, from, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(from), "r"((int64_t)(stride)) : "memory")
+#define STORE(n, to, stride) __asm__ volatile("tilestored %%tmm" #n ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)) : "memory")
+#define DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+#define ZERO(n) __asm__ volatile("tilezero %%tmm" #n ::: "memory")
+
+static int granted;
+/* The kernel of the system lends tile registers on request; once for the process. */
+__attribute__((constructor)) static void ask_for_tiles(void) { granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+static inline int tiles_granted(void) { return granted; }
+
+/* The shape of its tiles is a thread's own state: set before use, and given back, for others configure theirs. */
+static inline void tiles_begin(void) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = SIDE;
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape) : "memory");
+}
+static inline void tiles_end(void) { __asm__ volatile("tilerelease" ::: "memory"); }
+#endif
+
+typedef uint32_t pair_of_el __attribute__((may_alias)); /* two neighbours, moved as one */
+
+#define SWAP(i, s, lower, upper)                  \
+    do {                                          \
+        sixteen a = x[i], b = x[(i) + s];         \
+        x[i] = PICK(sixteen, a, b, lower);        \
+        x[(i) + s] = PICK(sixteen, a, b, upper);  \
+    } while (0)
+#define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+
+/* Sixteen rows of sixteen lanes become columns: ever larger squares beside the diagonal change places. */
+static inline void transpose(sixteen x[SIDE]) {
+    for (int i = 0; i < SIDE; i += 2) SWAP(i, 1, LOW_1, HIGH_1);
+    for (int i = 0; i < SIDE; i++) if (!(i & 2)) SWAP(i, 2, LOW_2, HIGH_2);
+    for (int i = 0; i < SIDE; i++) if (!(i & 4)) SWAP(i, 4, LOW_4, HIGH_4);
+    for (int i = 0; i < SIDE / 2; i++) SWAP(i, 8, LOW_8, HIGH_8);
+}
+
+/* to [16 pairs, 16 columns] of 16 rows of 16 pairs, of which `count` are there and the rest is zero. */
+static inline void transpose_pairs(const el *const rows[SIDE], int count, pair_of_el *to, int64_t stride) {
+    sixteen x[SIDE];
+    for (int i = 0; i < SIDE; i++)
+        if (i < count) memcpy(x + i, rows[i], sizeof *x);
+        else memset(x + i, 0, sizeof *x);
+    transpose(x);
+    for (int i = 0; i < SIDE; i++) memcpy(to + i * stride, x + i, sizeof *x);
+}
+
+/* y [T, O] = x [T, I] w [O, I]' + bias: 16 outputs at a time for up to 64 rows of input, which are transposed first; weights are read
+   where they lie, each block while the next is being fetched. Answers 0, and has done nothing, where it cannot. */
+static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, int I, int O) {
+    int groups = (T + SIDE - 1) / SIDE, steps = I / DEPTH;
+    if (T == 1 || I % DEPTH || O % SIDE || !tiles_granted()) return 0;
+    pair_of_el *packed = aligned_alloc(64, (size_t)groups * steps * SIDE * SIDE * sizeof(pair_of_el));
+    if (!packed) return 0;
+#pragma omp parallel
+    {
+        tiles_begin();
+#pragma omp for schedule(static)
+        for (int part = 0; part < groups * steps; part++) {
+            int t = part / steps * SIDE, count = T - t < SIDE ? T - t : SIDE;
+            const el *rows[SIDE];
+            for (int i = 0; i < count; i++) rows[i] = x + (int64_t)(t + i) * I + part % steps * DEPTH;
+            transpose_pairs(rows, count, packed + (int64_t)part * SIDE * SIDE, SIDE);
+        }
+#pragma omp for schedule(static)
+        for (int o = 0; o < O; o += SIDE) {
+            const el *weights = w + (int64_t)o * I;
+            vec offset[SIDE / WIDTH];
+            for (int r = 0; r < SIDE; r += WIDTH) offset[r / WIDTH] = bias ? load(bias + o + r) : all(0);
+            for (int first = 0; first < groups; first += 4) {
+                int count = groups - first < 4 ? groups - first : 4;
+                const pair_of_el *b = packed + (int64_t)first * steps * SIDE * SIDE;
+                int64_t apart = (int64_t)steps * SIDE * SIDE;
+                sixteen out[4][SIDE];
+                ZERO(0); ZERO(1); ZERO(2); ZERO(3);
+                for (int s = 0; s < steps; s++, b += SIDE * SIDE) {
+                    if (!first)
+                        for (int line = 0; line < SIDE; line++)
+                            __builtin_prefetch((const char *)(weights + (int64_t)SIDE * I) + (s * SIDE + line) * 64, 0, CACHE);
+                    LOAD(4, weights + s * DEPTH, I * sizeof(el));
+                    LOAD(5, b, 64);
+                    DOT(0, 4, 5);
+                    if (count > 1) { LOAD(6, b + apart, 64); DOT(1, 4, 6); }
+                    if (count > 2) { LOAD(5, b + 2 * apart, 64); DOT(2, 4, 5); }
+                    if (count > 3) { LOAD(6, b + 3 * apart, 64); DOT(3, 4, 6); }
+                }
+                STORE(0, out[0], 64);
+                if (count > 1) STORE(1, out[1], 64);
+                if (count > 2) STORE(2, out[2], 64);
+                if (count > 3) STORE(3, out[3], 64);
+                for (int group = 0; group < count; group++) {
+                    transpose(out[group]);
+                    for (int i = 0, t = (first + group) * SIDE; i < SIDE && t < T; i++, t++) {
+                        const float *row = (const float *)(out[group] + i);
+                        for (int r = 0; r < SIDE; r += WIDTH) store(y + (int64_t)t * O + o + r, load_float(row + r) + offset[r / WIDTH]);
+                    }
+                }
+            }
+        }
+        tiles_end();
+    }
+    free(packed);
+    return 1;
+}
+
+/* scores [rows, KEYS] of up to KEYS keys of the pool, `apart` elements from slot to slot; q [rows, D], rows padded to whole tiles. */
+static void score_tiles(const el *q, int rows, const el *k, const int32_t *slots, int64_t apart, int count, int D, float *scores) {
+    pair_of_el keys[SIZE / 2 * KEYS] __attribute__((aligned(64))); /* [D / 2, KEYS] */
+    for (int j = 0; j < count; j += SIDE) {
+        const el *from[SIDE];
+        int here = count - j < SIDE ? count - j : SIDE;
+        for (int d = 0; d < D; d += DEPTH) {
+            for (int i = 0; i < here; i++) from[i] = k + slots[j + i] * apart + d;
+            transpose_pairs(from, here, keys + d / 2 * KEYS + j, KEYS);
+        }
+    }
+    for (int j = 0; j < count; j += SIDE)
+        for (int r = 0; r < rows; r += SIDE) {
+            ZERO(0);
+            for (int d = 0; d < D; d += DEPTH) {
+                LOAD(1, q + r * D + d, D * sizeof(el));
+                LOAD(2, keys + d / 2 * KEYS + j, KEYS * sizeof(pair_of_el));
+                DOT(0, 1, 2);
+            }
+            STORE(0, scores + r * KEYS + j, KEYS * sizeof(float));
+        }
+}
+
+/* acc [rows, D] += weights [rows, KEYS] x values of the pool. */
+static void gather_tiles(const float *weights, int rows, const el *v, const int32_t *slots, int64_t apart, int count, int D, float *acc) {
+    pair_of_el values[KEYS / 2 * SIZE] __attribute__((aligned(64))); /* [KEYS / 2, D] */
+    el narrow[ROWS * KEYS] __attribute__((aligned(64)));
+    int pairs = (count + DEPTH - 1) / DEPTH * SIDE;
+    for (int j = 0; j < pairs; j++) {
+        const el *a = v + slots[2 * j < count ? 2 * j : 0] * apart, *b = v + slots[2 * j + 1 < count ? 2 * j + 1 : 0] * apart;
+        for (int d = 0; d < D; d++) values[j * D + d] = a[d] | (uint32_t)b[d] << 16; /* past the last key weights are zero */
+    }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 2 * pairs; j += WIDTH) store(narrow + r * KEYS + j, load_float(weights + r * KEYS + j));
+    for (int d = 0; d < D; d += SIDE)
+        for (int r = 0; r < rows; r += SIDE) {
+            LOAD(0, acc + r * D + d, D * sizeof(float));
+            for (int j = 0; j < pairs; j += SIDE) {
+                LOAD(1, narrow + r * KEYS + 2 * j, KEYS * sizeof(el));
+                LOAD(2, values + j * D + d, D * sizeof(pair_of_el));
+                DOT(0, 1, 2);
+            }
+            STORE(0, acc + r * D + d, D * sizeof(float));
+        }
+}
