@@ -9,7 +9,8 @@
     │   ├── InvalidPrompt        not text, not tokens of this model, or not a conversation its template accepts
     │   ├── InvalidSampling      sampling values that mean nothing
     │   ├── InvalidOption        an engine or command-line option that cannot work
-    │   └── PoolTooSmall         one request needs more pages than there are
+    │   ├── PoolTooSmall         one request needs more pages than there are
+    │   └── QuotaExceeded        more would be pinned than may be
     └── FetchFailed            a download did not complete; trying again may help
 
 Each message says what is wrong, how much, and what to do about it.
@@ -53,6 +54,10 @@ class InvalidOption(InputError):
 
 
 class PoolTooSmall(InputError):
+    pass
+
+
+class QuotaExceeded(InputError):
     pass
 
 

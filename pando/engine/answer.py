@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ..model.tokenizer import Detokenizer, Tokenizer
-from .request import FinishReason, Logprob, TokenEvent
+from .request import FinishReason, Logprob, Reuse, TokenEvent
 from .sampler import NO_TOKEN, Chosen
 from .scheduler import Row
 
@@ -29,6 +29,7 @@ class Answer:
             return self._event(chosen, self._held, "error", None)
         row.output.append(chosen.token)
         row.tokens.append(chosen.token)
+        complete = row.constraint is not None and row.constraint.accept(chosen.token)
         early = len(row.output) < row.params.min_tokens
         if not early and (chosen.token in self._eos or chosen.token in self._stop_ids):
             keep = row.params.include_stop_str_in_output and chosen.token not in self._eos
@@ -39,8 +40,8 @@ class Answer:
             place, stop = found
             end = place + len(stop) if row.params.include_stop_str_in_output else place
             return self._event(chosen, text[:end], "stop", stop)
-        if len(row.tokens) >= row.last:
-            return self._event(chosen, text + self._detokenizer.finish(), "length", None)
+        if complete or len(row.tokens) >= row.last:
+            return self._event(chosen, text + self._detokenizer.finish(), "stop" if complete else "length", None)
         safe = len(text) - _open_stop(text, self._stops)
         self._held = text[safe:]
         return self._event(chosen, text[:safe], None, None)
@@ -60,6 +61,8 @@ class Answer:
             stop_reason=stop,
             num_cached_tokens=row.cached or 0,
             num_prompt_tokens=len(row.prompt),
+            reuse=Reuse(row.cached or 0, row.miss),
+            waited=row.waited,
             prompt_logprobs=row.scored,
         )
 

@@ -12,30 +12,45 @@ from ..config import EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
 from ..kv.pool import PagePool
-from ..kv.segment import root_key
-from ..kv.tree import PrefixTree
+from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
+from ..kv.tree import PrefixTree, Stem
 from ..model.load import Model, free_memory
 from .answer import Answer
 from .batch import Batcher, lowering_of
-from .request import Request, TokenEvent
+from .pins import Pin, Pins
+from .request import Request, Tenant, TokenEvent
 from .sampler import Chosen, Sampler, check
 from .scheduler import Row, Schedule, Scheduler
 
 POOL_CONTEXTS = 8  # full contexts that the pool holds by default, memory permitting
 MAX_SLOTS = 2**31 - 1  # kernels count them in 32 bits
 POOL_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the free memory, at most
+PIN_SHARE = 0.25  # of the pool that pins may hold
+MANY_OWNERS = 4096  # from which on they are looked through
+PUBLIC = Tenant(b"public", b"public")  # what belongs to everyone
 
 
 @dataclass(frozen=True)
 class Stats:
-    steps: int
-    plans: int
-    preemptions: int
-    pages: int
-    pages_in_use: int  # by rows and by the tree
-    pages_cached: int  # by the tree
-    running: int
-    waiting: int
+    steps: int = 0
+    plans: int = 0
+    preemptions: int = 0
+    pages: int = 0
+    pages_in_use: int = 0  # by rows and by the tree
+    pages_cached: int = 0  # by the tree
+    pages_evictable: int = 0
+    pages_pinned: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Of the last step."""
+
+    rows: int = 0
+    tokens: int = 0
+    shared_reads: int = 0  # segments that were read once for several rows
 
 
 class Engine:
@@ -54,8 +69,12 @@ class Engine:
         lower = lowering_of(model, use_reference=config.attention == "reference")
         self.batcher = Batcher(model.decoder.geometry, config.page_size, model.device, lower)
         self.sampler = Sampler(facts.vocab_size, model.device)
+        self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
+        self.owners: dict[Key, bytes] = {}  # of the roots and branches in the tree
+        self._many_owners = MANY_OWNERS
         self.steps = 0
+        self.facts = StepFacts()
         self._stepping = False
         self._cancelled: list[str] = []
         self._eos = tuple(token for token in model.tokenizer.eos if 0 <= token < facts.vocab_size)  # files may name others
@@ -70,16 +89,34 @@ class Engine:
         check(params, self.model.config.vocab_size)
         last = self._last(prompt, params.max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        root = root_key(self.model.digest, request.salt)
+        lineage = self._lineage(request.tenant, request.public)
+        trace = self._trace(prompt, request.tenant.owner)
         eos = self._eos
         rows = [
-            Row(request.request_id, index, prompt, params, seed + index, root, last, blocked=(*eos, *(params.stop_token_ids or ())))
+            Row(request.request_id, index, prompt, params, seed + index, lineage, last, blocked=(*eos, *(params.stop_token_ids or ())))
             for index in range(params.n)
         ]
         for row in rows:
             row.scored = [] if request.score else None
+            row.constraint = request.constraint() if request.constraint is not None else None
+            row.trace = trace
             self.answers[row] = Answer(row, self.model.tokenizer, eos)
         self.scheduler.add(rows)
+
+    def _lineage(self, tenant: Tenant, public: int) -> Lineage:
+        own = root_key(self.model.digest, tenant.salt)
+        self.owners[own] = tenant.owner
+        if len(self.owners) > self._many_owners:
+            self._forget_owners()
+        pages = public // self.pages.page_size
+        return Lineage(root_key(self.model.digest, PUBLIC.salt), own, pages) if pages else Lineage.of(own)
+
+    def _trace(self, prompt: list[int], owner: bytes) -> list[Key]:
+        size, lineage = self.pages.page_size, Lineage.of(root_key(self.model.digest, b"owner" + owner))
+        keys: list[Key] = []
+        extend_keys(keys, lineage, prompt, size)
+        left = prompt[len(keys) * size :]
+        return [*keys, page_key(keys[-1] if keys else lineage.root, left)] if left else keys
 
     def cancel(self, request_id: str) -> None:
         """Drops a request's rows; what they computed stays in the tree. In the middle of a step (a garbage collector may close a stream at
@@ -116,6 +153,7 @@ class Engine:
             yield
         except BaseException:
             self.scheduler.forget_states()
+            self.pins.reset()
             raise
         finally:
             self._stepping = False
@@ -147,6 +185,7 @@ class Engine:
 
     def _settle(self, schedule: Schedule, chosen: dict[Row, Chosen]) -> list[TokenEvent]:
         self.steps += 1
+        self.facts = StepFacts(len(schedule.rows), sum(schedule.counts), len(self.batcher.plan.shared) if schedule.rows else 0)
         self.scheduler.settle(schedule)
         events = [self.answers[row].take(token) for row, token in chosen.items()]
         for row, event in zip(chosen, events, strict=True):
@@ -176,13 +215,45 @@ class Engine:
             pages=self.pages.count,
             pages_in_use=self.pages_in_use,
             pages_cached=self.tree.pages,
+            pages_evictable=self.tree.evictable(),
+            pages_pinned=self.pins.pages,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
         )
 
     def clear_cache(self) -> None:
-        """Forgets whatever no running request needs."""
+        """Forgets whatever is neither pinned nor needed by a running request."""
         self.pages.give(self.tree.clear())
+
+    # ---- keeping
+
+    def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None) -> Pin:
+        """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned."""
+        self.expire_pins()
+        now, keys, lineage = self.scheduler.clock(), list[Key](), self._lineage(tenant, public)
+        extend_keys(keys, lineage, tokens, self.pages.page_size)
+        match = self.tree.match(lineage, keys, tokens, len(tokens), now)
+        return self.pins.add(match, tenant, None if ttl is None else now + ttl)
+
+    def expire_pins(self) -> None:
+        self.pins.expire(self.scheduler.clock())
+
+    def segments(self, owner: bytes) -> list[tuple[Stem, int]]:
+        """The stems that an owner may see, its tenants' and everyone's, each with the number of rows that read it; parents first."""
+        stems = list(self.tree.stems())
+        readers: dict[Stem, int] = {}
+        for row in self.scheduler.running:
+            stem = row.stem
+            while stem is not None:
+                readers[stem] = readers.get(stem, 0) + 1
+                stem = stem.parent
+        return [(stem, readers.get(stem, 0)) for stem in stems if self.owners.get(stem.owner) in (owner, PUBLIC.owner)]
+
+    def _forget_owners(self) -> None:
+        """Clients choose salts, so there may be any number of them: those that nothing is cached for are dropped."""
+        alive = {stem.owner for stem in self.tree.stems()} | {row.lineage.owner for row in self.answers}
+        self.owners = {key: whose for key, whose in self.owners.items() if key in alive}
+        self._many_owners = 2 * len(self.owners) + MANY_OWNERS
 
     # ---- checks
 

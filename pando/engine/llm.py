@@ -12,7 +12,7 @@ from ..config import Attention, Device, DType, EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
 from ..model.load import Model, load
 from .engine import Engine
-from .request import CompletionOutput, Request, RequestOutput, SamplingParams, TokenEvent
+from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Tenant, TokenEvent
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}
 Messages = Sequence[Mapping[str, Any]]
@@ -72,7 +72,7 @@ class LLM:
         self.engine = Engine(model or load(config.model, device=config.device, dtype=config.dtype, compiled=config.native), config)
         self.tokenizer = self.engine.model.tokenizer
         self._ids = (f"request-{number}" for number in itertools.count())
-        self._salt = config.cache_salt.encode()
+        self._tenant = Tenant(config.cache_salt.encode())
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
 
     def generate(
@@ -158,7 +158,7 @@ class LLM:
             self._inboxes.pop(request.request_id, None)
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, score: bool = False) -> Request:
-        return Request(next(self._ids), prompt, params, self._salt, score)
+        return Request(next(self._ids), prompt, params, self._tenant, score=score)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         given: object = prompt

@@ -1,10 +1,14 @@
 """What is asked, what is answered, and how a token is chosen: values only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import InvalidSampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "error"]  # error: the model answered no number that a token could be chosen by
 
@@ -103,13 +107,59 @@ def _whole(name: str, value: int, low: int, high: int) -> int:
     return value
 
 
+class Constraint(Protocol):
+    """What one answer may become, followed token by token."""
+
+    def allowed(self) -> "NDArray[np.int32]":
+        """A bit for each token of the vocabulary, 32 to a number, lowest first: may it come next? At least one may."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Takes in the token that was chosen; says whether the answer is complete, so that nothing may follow."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Who may reuse what. Requests with equal salts share cached context; what an owner has under another salt is told, not shared."""
+
+    salt: bytes = b""
+    owner: bytes = b""
+
+
 @dataclass(frozen=True)
 class Request:
     request_id: str
     prompt: Sequence[int]  # tokens
     params: SamplingParams
-    salt: bytes = b""  # tenants with different salts share nothing
+    tenant: Tenant = Tenant()
+    public: int = 0  # the first so many tokens of the prompt are no secret: every tenant shares them
     score: bool = False  # wanted: the logprob of each prompt token after the first, which rules out reuse
+    constraint: Callable[[], Constraint] | None = None  # makes one for each answer
+
+
+MissReason = Literal["cold", "diverged", "evicted", "other_tenant", "too_short", "off"]
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why reuse ended where it did.
+
+    cold: nothing of this was seen before. diverged: what is known goes on differently from this token on. evicted: it was known, and its
+    pages were needed. other_tenant: the same owner has it under another salt. too_short: a prompt of one token, which is always computed.
+    off: reuse was ruled out, by the configuration or because every prompt token's logprob was wanted.
+    """
+
+    reason: MissReason
+    token: int  # the first that had to be computed
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Prompt tokens that were not computed. Without a miss, all that is known of the prompt was reused, and the rest of it is new."""
+
+    device: int = 0
+    miss: Miss | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +182,8 @@ class TokenEvent:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
+    reuse: Reuse = Reuse()
+    waited: float = 0.0  # seconds until its first step
     prompt_logprobs: Sequence[float] | None = None  # of the tokens after the first, where the request asked for them
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import InvalidSampling
 from .draw import SHORTLIST, draw_listed, draw_whole, scores, shortlist, uniforms
-from .request import SamplingParams
+from .request import Constraint, SamplingParams
 
 NO_TOKEN = -1
 
@@ -34,6 +34,8 @@ class Choice(Protocol):
     def output(self) -> Sequence[int]: ...
     @property
     def blocked(self) -> Sequence[int]: ...  # ids that may not be chosen while the output is shorter than min_tokens
+    @property
+    def constraint(self) -> Constraint | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class _Groups:
     members: tuple[Choice, ...]
     biased: tuple[int, ...]
     held: tuple[int, ...]  # min_tokens
+    constrained: tuple[int, ...]
     penalised: tuple[int, ...]
     penalised_at: Tensor
     penalties: Tensor  # [3, n, 1]: repetition, presence, frequency
@@ -120,6 +123,7 @@ class Sampler:
         self._bias(logits, groups)
         _hold(logits, groups)
         self._penalise(logits, groups)
+        self._constrain(logits, groups)
         best, tokens = logits.max(dim=-1)
         if groups.random is not None:
             drawn = self._draw(logits, best, groups.random, groups.members)
@@ -152,6 +156,7 @@ class Sampler:
             members=tuple(rows),
             biased=tuple(i for i, p in enumerate(params) if p.logit_bias),
             held=tuple(i for i, p in enumerate(params) if p.min_tokens),
+            constrained=tuple(i for i, row in enumerate(rows) if row.constraint is not None),
             penalised=tuple(penalised),
             penalised_at=self._places(penalised),
             penalties=torch.tensor(numbers, dtype=torch.float32, device=self.device).reshape(-1, 3).T[:, :, None],
@@ -237,6 +242,13 @@ class Sampler:
         x = _take(logits, groups.penalised_at)
         x = torch.where(said | self._in_prompt[self._places(slots)], torch.where(x > 0, x / repetition, x * repetition), x)
         logits[groups.penalised_at] = x - frequency * counts - presence * said
+
+    def _constrain(self, logits: Tensor, groups: _Groups) -> None:
+        for i in groups.constrained:
+            constraint = groups.members[i].constraint
+            assert constraint is not None
+            bits = np.unpackbits(constraint.allowed().view(np.uint8), count=self.vocab_size, bitorder="little")
+            logits[i].masked_fill_(torch.from_numpy(bits == 0).to(self.device), -math.inf)
 
     def _draw(self, logits: Tensor, best: Tensor, random: _Random, members: tuple[Choice, ...]) -> Tensor:
         positions = np.array([len(members[i].output) for i in random.members])

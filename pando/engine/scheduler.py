@@ -8,16 +8,18 @@ from the cache, then from the row that arrived last. A row that loses its pages 
 front; its tokens are never lost, and its states only if someone needed the room.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..kv.pages import Pages
 from ..kv.plan import RowView
-from ..kv.segment import Key, Placement, extend_keys, shared_length
-from ..kv.tree import PrefixTree, Stem
-from .request import SamplingParams
+from ..kv.segment import Key, Lineage, Placement, extend_keys, shared_length
+from ..kv.tree import Match, PrefixTree, Stem
+from .request import Constraint, Miss, SamplingParams
 
+TRACED = 2**16  # pages of which it is remembered which of an owner's tenants had them first
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
 
 
@@ -30,9 +32,11 @@ class Row:
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
-    root: Key
+    lineage: Lineage
     last: int  # the most tokens it may come to
     blocked: Sequence[int] = ()  # tokens it may not choose before min_tokens
+    constraint: Constraint | None = None  # what it may become
+    trace: Sequence[Key] = ()  # keys of the prompt's pages, and of what is left, as every tenant of its owner would have them
     output: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # prompt and output
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as they were needed
@@ -42,6 +46,9 @@ class Row:
     settled: int = 0  # tokens whose pages are the tree's
     computed: int = 0  # tokens whose K and V are in the pool
     cached: int | None = None  # prompt tokens that were there when it was first admitted
+    miss: Miss | None = None  # and why they were no more
+    arrived: float = 0.0
+    waited: float = 0.0  # seconds until then
     scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
 
     def __post_init__(self) -> None:
@@ -74,26 +81,37 @@ class Schedule:
 
 
 class Scheduler:
-    def __init__(self, pages: Pages, tree: PrefixTree, *, max_rows: int, budget: int, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        tree: PrefixTree,
+        *,
+        max_rows: int,
+        budget: int,
+        reuse: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pages = pages
         self.tree = tree
         self.max_rows = max_rows
         self.budget = budget
         self.reuse = reuse
+        self.clock = clock
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # in the order of arrival
         self.preemptions = 0
-        self._now = 0
+        self._now = 0.0
         self._arrivals = 0
         self._changed = True
         self._shape: list[tuple[int, int]] = []
+        self._traced: dict[Key, Key] = {}
 
     # ---- requests come and go
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self._arrivals += 1
-            row.arrival = self._arrivals
+            row.arrival, row.arrived = self._arrivals, self.clock()
             self.waiting.append(row)
 
     def remove(self, row: Row) -> None:
@@ -117,7 +135,7 @@ class Scheduler:
     # ---- a step
 
     def next(self) -> Schedule:
-        self._now += 1
+        self._now = self.clock()
         copies: list[Copy] = []
         counts: dict[Row, int] = {}
         budget, pressed = self.budget, False
@@ -162,7 +180,7 @@ class Scheduler:
         if not self.reuse or row.scored is not None:
             return False
         self._extend_keys(row)
-        others = (other for other in self.running if other.behind > 1 and other.root == row.root and other.scored is None)
+        others = (other for other in self.running if other.behind > 1 and other.lineage == row.lineage and other.scored is None)
         return any(max(other.computed + 1, WORTH_WAITING) <= self._common(row, other) for other in others)
 
     def _common(self, row: Row, other: Row) -> int:
@@ -179,7 +197,7 @@ class Scheduler:
         """Finds what is known of a row, and room for the rest of its tokens; says whether it runs now."""
         limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
         self._extend_keys(row)
-        match = self.tree.match(row.root, row.keys, row.tokens, limit, self._now)
+        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, self._now)
         self.tree.pin(match.stem)
         missing = self.pages.needed(len(row.tokens) + 1) - match.stem.end // self.pages.page_size
         if not self._free(missing, spare=len(self.running)):  # a page for each running row, or it would soon be preempted again
@@ -195,6 +213,9 @@ class Scheduler:
             row.computed += tokens
         if row.cached is None:
             row.cached = row.computed
+            row.miss = self._miss(row, match, limit)
+            row.waited = self._now - row.arrived
+            self._remember(row)
         self.running.append(row)
         self.running.sort(key=lambda row: row.arrival)
         self._changed = True
@@ -204,10 +225,31 @@ class Scheduler:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
         own, best = row.tokens[row.settled : limit], (0, 0)
         for other in self.running:
-            if other.stem is row.stem and other.computed > other.settled:
+            if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled:
                 same = shared_length(own, other.tokens[other.settled : other.computed])
                 best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
         return best
+
+    def _miss(self, row: Row, match: Match, limit: int) -> Miss | None:
+        """Why the rest of a prompt must be computed; None where it is new, and all that is known of it was found."""
+        found, page = row.computed, match.stem.end // self.pages.page_size
+        if not limit:
+            return Miss("too_short" if self.reuse and row.scored is None else "off", 0)
+        if found >= limit:
+            return None
+        if page < len(row.keys) and self.tree.was_evicted(row.keys[page]):
+            return Miss("evicted", found)
+        if page < len(row.trace) and self._traced.get(row.trace[page], row.lineage.owner) != row.lineage.owner:
+            return Miss("other_tenant", found)
+        if found == 0:
+            return Miss("cold", 0)
+        return Miss("diverged", found) if match.diverges and found == match.length else None
+
+    def _remember(self, row: Row) -> None:
+        for key in row.trace:
+            self._traced.setdefault(key, row.lineage.owner)
+        while len(self._traced) > TRACED:
+            del self._traced[next(iter(self._traced))]
 
     # ---- pages
 
@@ -261,7 +303,8 @@ class Scheduler:
             self.pages.unclaim(row.pages[-1])
         own = row.pages[keep:]
         if self.reuse and end:
-            self.pages.give(self.tree.insert_end(row.stem, row.tokens[row.settled : row.computed], own.pop(0), self._now))
+            tail = row.tokens[row.settled : row.computed]
+            self.pages.give(self.tree.insert_end(row.stem, tail, own.pop(0), row.lineage.owner, self._now))
         self.pages.give(own)
         self.tree.unpin(row.stem)
         row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
@@ -269,13 +312,20 @@ class Scheduler:
 
     def _hand_over(self, row: Row) -> None:
         """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""
-        assert row.stem is not None
-        size = self.pages.page_size
-        start, stop = row.settled // size, row.computed // size
+        start, stop = row.settled // self.pages.page_size, row.computed // self.pages.page_size
         if start == stop:
             return
         self._extend_keys(row)
-        done = self.tree.insert(row.stem, row.keys[start:stop], row.tokens[start * size : stop * size], row.pages[start:stop], self._now)
+        public = min(max(start, row.lineage.public), stop)
+        for first, last, owner in ((start, public, row.lineage.root), (public, stop, row.lineage.owner)):
+            if first < last:
+                self._insert(row, first, last, owner)
+
+    def _insert(self, row: Row, start: int, stop: int, owner: Key) -> None:
+        assert row.stem is not None
+        size = self.pages.page_size
+        tokens = row.tokens[start * size : stop * size]
+        done = self.tree.insert(row.stem, row.keys[start:stop], tokens, row.pages[start:stop], owner, self._now)
         if done.spare:
             self.pages.unclaim(row.pages[-1])
             self.pages.give(done.spare)
@@ -288,7 +338,7 @@ class Scheduler:
             row.stem = done.stem
 
     def _extend_keys(self, row: Row) -> None:
-        extend_keys(row.keys, row.root, row.tokens, self.pages.page_size)
+        extend_keys(row.keys, row.lineage, row.tokens, self.pages.page_size)
 
 
 def _shape(rows: Iterable[Row], counts: Iterable[int]) -> list[tuple[int, int]]:

@@ -19,6 +19,10 @@ class PagePool:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self.k[index], self.v[index]
 
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first tokens of one page into another, in every layer."""
         a, b = source * self.page_size, target * self.page_size

@@ -22,10 +22,27 @@ def page_key(context: Key, tokens: Sequence[int]) -> Key:
     return hashlib.sha256(context + array("i", tokens).tobytes()).digest()
 
 
-def extend_keys(keys: list[Key], root: Key, tokens: Sequence[int], page_size: int) -> None:
+@dataclass(frozen=True)
+class Lineage:
+    """Whose context it is. The first `public` pages are everyone's: their keys grow from `root`. From there on they grow from `owner`, too,
+    so that tenants who begin with the same public text share that, and nothing behind it."""
+
+    root: Key
+    owner: Key
+    public: int = 0  # pages
+
+    @classmethod
+    def of(cls, tenant: Key) -> "Lineage":
+        return cls(tenant, tenant)
+
+
+def extend_keys(keys: list[Key], lineage: Lineage, tokens: Sequence[int], page_size: int) -> None:
     """Appends the keys of the full pages of `tokens` that `keys` does not have yet."""
     for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
-        keys.append(page_key(keys[-1] if keys else root, tokens[start : start + page_size]))
+        context = keys[-1] if keys else lineage.root
+        if len(keys) == lineage.public and lineage.owner != lineage.root:
+            context += lineage.owner
+        keys.append(page_key(context, tokens[start : start + page_size]))
 
 
 def shared_length(a: Sequence[object], b: Sequence[object]) -> int:

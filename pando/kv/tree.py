@@ -3,24 +3,30 @@
 A stem is a segment's place in the tree. Stems are whole pages long, so a request shares them without copying; only what is left of a
 sequence at its end, less than a page, hangs there as a last short stem, whose slots a later request copies. Rows pin the deepest stem on
 their path. Eviction takes leaves only, so what leads to a pinned stem is safe without a count of its own.
+
+Whole pages are found by their keys, which name the tenant. What is found by comparing tokens, a part of a page, is looked for only in stems
+of the same owner, or of the root's, which is everyone's.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .segment import Key, Segment, page_key, shared_length
+from .segment import Key, Lineage, Segment, page_key, shared_length
+
+REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from something new
 
 
 class Stem:
-    __slots__ = ("children", "parent", "pins", "segment", "used")
+    __slots__ = ("born", "children", "owner", "parent", "pins", "segment", "used")
 
-    def __init__(self, segment: Segment, parent: "Stem | None", used: int) -> None:
+    def __init__(self, segment: Segment, parent: "Stem | None", owner: Key, now: float) -> None:
         self.segment = segment
         self.parent = parent
+        self.owner = owner
         self.children: dict[Key, Stem] = {}  # by the key of their first page
         self.pins = 0
-        self.used = used
+        self.born = self.used = now
 
     @property
     def end(self) -> int:
@@ -40,8 +46,13 @@ class Stem:
 @dataclass(frozen=True)
 class Match:
     stem: Stem  # whole pages up to its end are shared
-    page: int | None = None  # and this page holds `tokens` more, to be copied
+    end: Stem | None = None  # and the first page of this one holds `tokens` more, to be copied
     tokens: int = 0
+    diverges: bool = False  # what is known goes on from here, but differently
+
+    @property
+    def page(self) -> int | None:
+        return None if self.end is None else self.end.segment.pages[0]
 
     @property
     def length(self) -> int:
@@ -63,11 +74,12 @@ class PrefixTree:
     def reset(self) -> None:
         """Nothing is known, and nothing is freed: the pages go another way."""
         self._roots: dict[Key, Stem] = {}
+        self._evicted: dict[Key, None] = {}  # in the order of their going
         self.pages = 0  # held by the tree
 
     def root(self, key: Key) -> Stem:
         if key not in self._roots:
-            self._roots[key] = Stem(Segment((key,), (), (), 0), None, 0)
+            self._roots[key] = Stem(Segment((key,), (), (), 0), None, key, 0)
         return self._roots[key]
 
     def stems(self) -> Iterator[Stem]:
@@ -78,9 +90,12 @@ class PrefixTree:
             yield stem
             stack.extend(stem.children.values())
 
-    def match(self, root: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: int) -> Match:
+    def was_evicted(self, key: Key) -> bool:
+        return key in self._evicted
+
+    def match(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: float) -> Match:
         """The longest known prefix of at most `limit` tokens. A stem that the match ends inside of is cut in two."""
-        stem, page = self.root(root), 0
+        stem, page = self.root(lineage.root), 0
         whole = min(len(keys), limit // self.page_size)
         while page < whole and (child := stem.children.get(keys[page])) is not None:
             equal = shared_length(child.segment.keys, keys[page:whole])
@@ -88,16 +103,23 @@ class PrefixTree:
             stem.used = now
             page += equal
         rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
-        best, source = 0, None
-        for child in stem.children.values():
+        best, source, visible = 0, None, self._visible(stem, lineage.owner)
+        for child in visible:
             if rest and child.segment.tokens[0] == rest[0] and (shared := shared_length(child.segment.tokens, rest)) > best:
                 best, source = shared, child
         if source is None:
-            return Match(stem)
+            return Match(stem, diverges=bool(visible))
         source.used = now
-        return Match(stem, source.segment.pages[0], best)
+        return Match(stem, source, best, diverges=len(source.segment) > best or bool(source.children))
 
-    def insert(self, at: Stem, keys: Sequence[Key], tokens: Sequence[int], pages: Sequence[int], now: int) -> Inserted:
+    def _visible(self, stem: Stem, owner: Key) -> list[Stem]:
+        """The children that an owner may compare tokens with: its own, and everyone's."""
+        root = stem
+        while root.parent is not None:
+            root = root.parent
+        return [child for child in stem.children.values() if child.owner in (owner, root.owner)]
+
+    def insert(self, at: Stem, keys: Sequence[Key], tokens: Sequence[int], pages: Sequence[int], owner: Key, now: float) -> Inserted:
         """Hands over whole pages that continue a stem pinned by the caller. A run that is known already keeps its old pages."""
         own, spare, place, start = list(pages), [], 0, at
         while place < len(keys) and (child := at.children.get(keys[place])) is not None:
@@ -109,19 +131,20 @@ class PrefixTree:
             place += equal
         if place < len(keys):
             fresh = Segment(tuple(keys[place:]), tuple(tokens[place * self.page_size :]), tuple(own[place:]), at.end)
-            spare += self._drop_covered(at, fresh.tokens)
-            at = self._lengthen(at, fresh, now) if at is start and _is_loose_leaf(at, 1) else self._sprout(at, fresh, now)
+            spare += self._drop_covered(at, fresh.tokens, owner)
+            grows = at is start and at.owner == owner and _is_loose_leaf(at, 1)
+            at = self._lengthen(at, fresh, now) if grows else self._sprout(at, fresh, owner, now)
             self.pages += len(fresh.pages)
         return Inserted(at, own, spare)
 
-    def insert_end(self, at: Stem, tokens: Sequence[int], page: int, now: int) -> list[int]:
+    def insert_end(self, at: Stem, tokens: Sequence[int], page: int, owner: Key, now: float) -> list[int]:
         """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
         end = tuple(tokens)
-        if any(child.segment.tokens[: len(end)] == end for child in at.children.values()):
+        if any(child.segment.tokens[: len(end)] == end for child in self._visible(at, owner)):
             return [page]
-        spare = self._drop_covered(at, end)
-        key = page_key(at.segment.key, end)
-        at.children[key] = Stem(Segment((key,), end, (page,), at.end), at, now)
+        spare = self._drop_covered(at, end, owner)
+        key = page_key(at.segment.key + owner, end)
+        at.children[key] = Stem(Segment((key,), end, (page,), at.end), at, owner, now)
         self.pages += 1
         return spare
 
@@ -160,29 +183,31 @@ class PrefixTree:
         """Frees whatever is not pinned."""
         return self.evict(self.pages)
 
-    def _drop_covered(self, at: Stem, tokens: tuple[int, ...]) -> list[int]:
-        """Removes the short ends that the given continuation contains; answers their pages."""
-        short = {key: child.segment.tokens for key, child in at.children.items() if len(child.segment) < self.page_size}
+    def _drop_covered(self, at: Stem, tokens: tuple[int, ...], owner: Key) -> list[int]:
+        """Removes an owner's short ends that the given continuation contains; answers their pages."""
+        loose = {key: child for key, child in at.children.items() if child.owner == owner and not child.pins}
+        short = {key: child.segment.tokens for key, child in loose.items() if len(child.segment) < self.page_size}
         covered = [key for key, end in short.items() if tokens[: len(end)] == end]
         self.pages -= len(covered)
         return [at.children.pop(key).segment.pages[0] for key in covered]
 
-    def _lengthen(self, stem: Stem, fresh: Segment, now: int) -> Stem:
+    def _lengthen(self, stem: Stem, fresh: Segment, now: float) -> Stem:
         """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
         old = stem.segment
         stem.segment = Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first)
         stem.used = now
         return stem
 
-    def _sprout(self, at: Stem, fresh: Segment, now: int) -> Stem:
-        child = at.children[fresh.keys[0]] = Stem(fresh, at, now)
+    def _sprout(self, at: Stem, fresh: Segment, owner: Key, now: float) -> Stem:
+        child = at.children[fresh.keys[0]] = Stem(fresh, at, owner, now)
         return child
 
     def _cut(self, stem: Stem, pages: int) -> Stem:
         """Cuts a stem after so many pages; the upper part is new, the lower keeps its identity, its pins and its children."""
         assert stem.parent is not None
         old, tokens = stem.segment, pages * self.page_size
-        upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.used)
+        upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.owner, stem.used)
+        upper.born = stem.born
         stem.parent.children[old.keys[0]] = upper
         stem.segment = Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens)
         stem.parent = upper
@@ -192,6 +217,9 @@ class PrefixTree:
     def _trim(self, leaf: Stem, count: int) -> list[int]:
         old = leaf.segment
         keep = max(0, len(old.pages) - count)
+        self._evicted.update(dict.fromkeys(old.keys[keep:]))
+        while len(self._evicted) > REMEMBERED:
+            del self._evicted[next(iter(self._evicted))]
         if keep:
             leaf.segment = Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first)
         else:

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pando.engine.engine import Engine
-from pando.engine.request import Request, SamplingParams, TokenEvent
+from pando.engine import engine as engines
+from pando.engine.engine import PUBLIC, Engine
+from pando.engine.request import Miss, Request, SamplingParams, Tenant, TokenEvent
 from pando.engine.scheduler import Schedule
-from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
+from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong, QuotaExceeded
 from pando.model.decoder import Decoder, Step
 from pando.model.load import Model
 
@@ -124,12 +126,150 @@ def test_a_fork_shares_the_pages_of_its_prompt_and_copies_only_the_part_of_one()
 def test_tenants_with_different_salts_share_nothing() -> None:
     for salt, cached in ((b"mine", len(TRUNK) - 1), (b"theirs", 0), (b"", 0)):
         engine, decoder = watched()
-        first = ask(engine, TRUNK, 4, salt=b"mine")
+        first = ask(engine, TRUNK, 4, tenant=Tenant(b"mine"))
         before = decoder.tokens
-        again = ask(engine, TRUNK, 4, salt=salt)
+        again = ask(engine, TRUNK, 4, tenant=Tenant(salt))
         assert again[0].num_cached_tokens == cached
         assert decoder.tokens - before == len(TRUNK) - cached + 3
         assert tokens(first) == tokens(again)
+
+
+def test_tenants_share_what_is_public_and_nothing_behind_it() -> None:
+    model = tiny_model()
+    for public in (0, 3, 8, 9, 20, len(TRUNK)):  # whole pages, and a part of one
+        engine = tiny_engine(model)
+        alone = ask(tiny_engine(model), [*TRUNK, 1, 2, 3], 6)
+        ask(engine, TRUNK[:public] or TRUNK[:1], 1, tenant=PUBLIC)
+        for salt in (b"mine", b"theirs"):
+            said = ask(engine, [*TRUNK, 1, 2, 3], 6, tenant=Tenant(salt), public=public)
+            assert said[0].num_cached_tokens == (public if public >= PAGE else 0), (public, salt)
+            assert tokens(said) == tokens(alone)
+        again = ask(engine, [*TRUNK, 1, 2, 9], 6, tenant=Tenant(b"mine"), public=public)
+        assert again[0].num_cached_tokens == len(TRUNK) + 2
+
+
+def test_tenants_that_run_together_do_not_copy_from_each_other() -> None:
+    engine = tiny_engine()
+    ask(engine, TRUNK[:8], 1, tenant=PUBLIC)
+    requests = [Request(salt.decode(), [*TRUNK[:8], 5, 6, 7], greedy(4), Tenant(salt), public=8) for salt in (b"a", b"b", b"c")]
+    said = run(engine, requests)
+    assert [events[0].num_cached_tokens for events in said.values()] == [8, 8, 8]
+
+
+def reason(events: list[TokenEvent]) -> tuple[str, int] | None:
+    miss = events[0].reuse.miss
+    return miss and (miss.reason, miss.token)
+
+
+def test_a_miss_has_a_reason() -> None:
+    engine = tiny_engine(kv_cache_tokens=64)
+    assert reason(ask(engine, TRUNK)) == ("cold", 0)
+    assert reason(ask(engine, TRUNK)) is None
+    assert reason(ask(engine, [*TRUNK, 1, 2, 3])) is None, "it goes on, and all that was known was found"
+    assert reason(ask(engine, [*TRUNK[:22], 99, 98, 97])) == ("diverged", 22)
+    assert reason(ask(engine, [*TRUNK[:20], 77, 98, 97])) == ("diverged", 20)
+    assert reason(ask(engine, [200])) == ("too_short", 0)
+    assert reason(ask(engine, [250 - place for place in range(60)])) == ("cold", 0)
+    found = reason(ask(engine, TRUNK))
+    assert found and found[0] == "evicted"
+    assert ask(engine, TRUNK, score=True)[0].reuse.miss == Miss("off", 0)
+    assert reason(ask(tiny_engine(prefix_caching=False), TRUNK)) == ("off", 0)
+
+
+def test_a_context_of_the_same_owner_under_another_salt_is_told_and_not_shared() -> None:
+    for prompt in (TRUNK, TRUNK[:3]):
+        engine = tiny_engine()
+        ask(engine, prompt, tenant=Tenant(b"x", b"owner"))
+        ask(engine, [9, 9, 9, 9, 9], tenant=Tenant(b"y", b"owner"))
+        assert reason(ask(engine, prompt, tenant=Tenant(b"y", b"owner"))) == ("other_tenant", 0)
+        assert reason(ask(engine, prompt, tenant=Tenant(b"z", b"stranger"))) == ("cold", 0), "strangers are not told"
+        assert reason(ask(engine, prompt, tenant=Tenant(b"y", b"owner"))) is None
+
+
+# ---- pins
+
+
+def test_a_pinned_context_outlives_pressure_until_it_expires() -> None:
+    now = [0.0]
+    engine = tiny_engine(kv_cache_tokens=160)
+    engine.scheduler.clock = lambda: now[0]
+    prompt = TRUNK[:18]
+    ask(engine, prompt)
+    pin = engine.pin(prompt, Tenant(), 0, ttl=60)
+    assert (pin.tokens, len(pin.pages), engine.stats().pages_pinned) == (18, 5, 5)
+    for turn in range(12):
+        ask(engine, [(turn * 40 + place) % 256 for place in range(40)], 8)
+    assert ask(engine, prompt)[0].num_cached_tokens == 17
+    engine.clear_cache()
+    assert ask(engine, prompt)[0].num_cached_tokens == 17
+    now[0] = 61.0
+    engine.expire_pins()
+    assert engine.stats().pages_pinned == 0
+    engine.clear_cache()
+    assert ask(engine, prompt)[0].num_cached_tokens == 0
+
+
+def test_pins_have_a_quota_and_an_owner() -> None:
+    engine = tiny_engine(kv_cache_tokens=160)  # 40 pages, of which 10 may be pinned
+    mine, theirs = Tenant(b"mine", b"me"), Tenant(b"theirs", b"them")
+    ask(engine, TRUNK, tenant=mine)
+    pin = engine.pin(TRUNK, mine, 0, None)
+    assert engine.pin(TRUNK[:20], mine, 0, None).pages <= pin.pages, "a page pinned twice counts once"
+    ask(engine, [1, 2, 3], tenant=theirs)
+    with pytest.raises(QuotaExceeded, match="of the 10 that pins may hold"):
+        engine.pin([1, 2, 3], theirs, 0, None)
+    assert engine.pins.get(pin.pin_id, b"them") is None
+    assert engine.pins.get(pin.pin_id, b"me") is pin
+    engine.pins.drop(pin)
+    assert engine.stats().pages_pinned == 5
+
+
+def test_an_owner_sees_its_own_segments_and_the_public_ones() -> None:
+    engine = tiny_engine()
+    ask(engine, TRUNK[:8], tenant=PUBLIC)
+    ask(engine, [*TRUNK[:8], 1, 2, 3, 4, 5], tenant=Tenant(b"a", b"me"), public=8)
+    ask(engine, [*TRUNK[:8], 6, 7, 8, 9, 5], tenant=Tenant(b"b", b"them"), public=8)
+    seen = {stem.segment.tokens[:1] for stem, _ in engine.segments(b"me")}
+    assert seen == {(TRUNK[0],), (1,), (5,)}
+
+
+def test_salts_that_nothing_is_cached_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "MANY_OWNERS", 8)
+    engine = tiny_engine(kv_cache_tokens=64)
+    for number in range(200):
+        ask(engine, TRUNK[:20], tenant=Tenant(str(number).encode()))
+    assert len(engine.owners) < 40
+
+
+# ---- constraints
+
+
+class Only:
+    """Allows one text."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.left = list(tokens)
+
+    def allowed(self) -> Any:
+        bits = np.zeros(9 * 4, dtype=np.uint8)
+        bits[self.left[0] // 8] |= 1 << self.left[0] % 8
+        return bits.view(np.int32)
+
+    def accept(self, token: int) -> bool:
+        assert token == self.left.pop(0)
+        return not self.left
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constrained_answer_says_what_it_may_and_stops_when_it_is_complete(temperature: float) -> None:
+    engine = tiny_engine()
+    params = SamplingParams(temperature=temperature, max_tokens=20, n=2, logprobs=1, repetition_penalty=1.5)
+    yes = engine.model.tokenizer.encode("yes!")
+    said = run(engine, [Request("free", TRUNK, greedy(8)), Request("bound", TRUNK, params, constraint=lambda: Only(yes))])
+    for index in range(2):
+        assert "".join(event.text for event in said["bound", index]) == "yes!"
+        assert said["bound", index][-1].finish_reason == "stop"
+    assert tokens(said["free", 0]) == tokens(ask(tiny_engine(), TRUNK, 8)), "the others are free"
 
 
 def test_cached_tokens_are_reported() -> None:

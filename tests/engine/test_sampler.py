@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pando.engine.draw import SHORTLIST, uniforms
-from pando.engine.request import SamplingParams
+from pando.engine.request import Constraint, SamplingParams
 from pando.engine.sampler import NO_TOKEN, Choice, Chosen, Sampler, check
 from pando.errors import InvalidSampling
 
@@ -25,6 +25,7 @@ class Row:
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     blocked: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
 
 
 def choose(logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pando.engine.request import SamplingParams
 from pando.engine.scheduler import Row, Schedule, Scheduler
 from pando.kv.pages import Pages
+from pando.kv.segment import Lineage
 from pando.kv.tree import PrefixTree
 
 PAGE = 4
@@ -17,7 +18,7 @@ def scheduler(pages: int = 100, *, rows: int = 8, budget: int = 32, reuse: bool 
 
 
 def row(name: str, prompt: list[int], more: int = 8, root: bytes = ROOT) -> Row:
-    return Row(name, 0, prompt, SamplingParams(), 0, root, len(prompt) + more)
+    return Row(name, 0, prompt, SamplingParams(), 0, Lineage.of(root), len(prompt) + more)
 
 
 def play(work: Scheduler) -> Schedule:
@@ -143,7 +144,7 @@ def test_a_decode_step_of_unchanged_rows_says_so_until_a_page_is_full() -> None:
 def test_a_fork_copies_the_part_of_a_page_and_shares_the_rest() -> None:
     work = scheduler()
     prompt = list(range(10))
-    rows = [Row("r", index, prompt, SamplingParams(n=3), index, ROOT, 20) for index in range(3)]
+    rows = [Row("r", index, prompt, SamplingParams(n=3), index, Lineage.of(ROOT), 20) for index in range(3)]
     work.add(rows)
     assert play(work).rows == rows[:1]
     schedule = play(work)

@@ -1,6 +1,6 @@
 import random
 
-from pando.kv.segment import Key, extend_keys, page_key, root_key
+from pando.kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from pando.kv.tree import Match, PrefixTree, Stem
 
 PAGE = 4
@@ -9,7 +9,7 @@ ROOT = root_key(b"model", b"")
 
 def keys_of(tokens: list[int], root: Key = ROOT) -> list[Key]:
     keys: list[Key] = []
-    extend_keys(keys, root, tokens, PAGE)
+    extend_keys(keys, Lineage.of(root), tokens, PAGE)
     return keys
 
 
@@ -18,15 +18,15 @@ def remember(tree: PrefixTree, tokens: list[int], pages: list[int], root: Key = 
     stem = tree.root(root)
     tree.pin(stem)
     whole = len(tokens) // PAGE
-    end = tree.insert(stem, keys_of(tokens, root), tokens[: whole * PAGE], pages[:whole], now).stem
+    end = tree.insert(stem, keys_of(tokens, root), tokens[: whole * PAGE], pages[:whole], root, now).stem
     if tokens[whole * PAGE :]:
-        tree.insert_end(end, tokens[whole * PAGE :], pages[whole], now)
+        tree.insert_end(end, tokens[whole * PAGE :], pages[whole], root, now)
     tree.unpin(stem)
     return end
 
 
 def find(tree: PrefixTree, tokens: list[int], root: Key = ROOT, now: int = 0) -> Match:
-    return tree.match(root, keys_of(tokens, root), tokens, len(tokens), now)
+    return tree.match(Lineage.of(root), keys_of(tokens, root), tokens, len(tokens), now)
 
 
 def pages_of(match: Match) -> list[int]:
@@ -67,7 +67,7 @@ def test_a_limit_leaves_the_last_token_to_be_computed() -> None:
     tree = PrefixTree(PAGE)
     tokens = list(range(8))
     remember(tree, tokens, [1, 2])
-    match = tree.match(ROOT, keys_of(tokens), tokens, 7, 0)
+    match = tree.match(Lineage.of(ROOT), keys_of(tokens), tokens, 7, 0)
     assert (pages_of(match), match.page, match.tokens) == ([1], 2, 3)
 
 
@@ -76,7 +76,7 @@ def test_the_same_run_is_stored_once() -> None:
     remember(tree, list(range(8)), [1, 2])
     root = tree.root(ROOT)
     tree.pin(root)
-    again = tree.insert(root, keys_of([*range(8), 50, 51, 52, 53]), [*range(8), 50, 51, 52, 53], [5, 6, 7], 1)
+    again = tree.insert(root, keys_of([*range(8), 50, 51, 52, 53]), [*range(8), 50, 51, 52, 53], [5, 6, 7], ROOT, 1)
     assert again.pages == [1, 2, 7]
     assert again.spare == [5, 6]
     assert tree.pages == 3
@@ -86,11 +86,11 @@ def test_a_longer_run_makes_a_shorter_end_superfluous() -> None:
     tree = PrefixTree(PAGE)
     remember(tree, [0, 1], [3])
     root = tree.root(ROOT)
-    assert tree.insert_end(root, [0, 1, 2], 4, 1) == [3]
+    assert tree.insert_end(root, [0, 1, 2], 4, ROOT, 1) == [3]
     tree.pin(root)
-    assert tree.insert(root, keys_of([0, 1, 2, 3]), [0, 1, 2, 3], [5], 1).spare == [4]
+    assert tree.insert(root, keys_of([0, 1, 2, 3]), [0, 1, 2, 3], [5], ROOT, 1).spare == [4]
     assert tree.pages == 1
-    assert tree.insert_end(root, [0, 1], 6, 1) == [6], "a known end is not stored again"
+    assert tree.insert_end(root, [0, 1], 6, ROOT, 1) == [6], "a known end is not stored again"
 
 
 def test_cutting_a_stem_keeps_those_who_stand_below() -> None:
@@ -132,7 +132,7 @@ def test_a_leaf_that_another_row_stands_on_is_not_lengthened_under_it() -> None:
     shared = remember(tree, list(range(8)), [1, 2])
     for _ in range(2):
         tree.pin(shared)
-    grown = tree.insert(shared, keys_of([*range(8), 5, 5, 5, 5])[2:], [5, 5, 5, 5], [3], 1).stem
+    grown = tree.insert(shared, keys_of([*range(8), 5, 5, 5, 5])[2:], [5, 5, 5, 5], [3], ROOT, 1).stem
     assert grown is not shared
     assert shared.end == 8
 
@@ -141,7 +141,7 @@ def test_a_row_alone_on_its_leaf_lengthens_it() -> None:
     tree = PrefixTree(PAGE)
     leaf = remember(tree, list(range(8)), [1, 2])
     tree.pin(leaf)
-    assert tree.insert(leaf, keys_of([*range(8), 5, 5, 5, 5])[2:], [5, 5, 5, 5], [3], 1).stem is leaf
+    assert tree.insert(leaf, keys_of([*range(8), 5, 5, 5, 5])[2:], [5, 5, 5, 5], [3], ROOT, 1).stem is leaf
     assert leaf.segment.pages == (1, 2, 3)
 
 
@@ -152,7 +152,7 @@ def test_walking_into_another_rows_leaf_does_not_lengthen_it() -> None:
     root = tree.root(ROOT)
     tree.pin(root)
     tokens = [*range(8), 5, 5, 5, 5]
-    mine = tree.insert(root, keys_of(tokens), tokens, [6, 7, 8], 1).stem
+    mine = tree.insert(root, keys_of(tokens), tokens, [6, 7, 8], ROOT, 1).stem
     assert mine is not theirs
     assert theirs.end == 8
 
@@ -184,7 +184,7 @@ def test_a_very_deep_tree_is_walked_without_recursion() -> None:
     keys = keys_of(tokens)
     remember(tree, tokens, list(range(depth)))
     for pages in range(depth - 1, 0, -1):
-        tree.match(ROOT, keys, tokens, pages * PAGE, 0)  # cuts after every page
+        tree.match(Lineage.of(ROOT), keys, tokens, pages * PAGE, 0)  # cuts after every page
     assert len(list(tree.stems())) == depth
     assert tree.evictable() == depth
     assert len(tree.clear()) == depth
@@ -209,7 +209,7 @@ def test_what_is_found_is_always_what_was_inserted() -> None:
             content[page] = tokens[place * PAGE : (place + 1) * PAGE]
         root = tree.root(ROOT)
         tree.pin(root)
-        free += tree.insert(root, keys_of(tokens), tokens[: whole * PAGE], own, now).spare
+        free += tree.insert(root, keys_of(tokens), tokens[: whole * PAGE], own, ROOT, now).spare
         tree.unpin(root)
     held = [page for stem in tree.stems() for page in stem.segment.pages]
     assert len(held) == len(set(held)) == tree.pages

@@ -1,0 +1,118 @@
+"""The engine in a thread of its own: others post requests and questions to it, and it hands back tokens, step by step."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from .engine import Engine, StepFacts
+from .request import Request, TokenEvent
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FAILURES = 3  # steps that may fail one after the other before the requests in them are given up
+IDLE = 1.0  # seconds after which pins are looked at although nobody asks for anything
+FRESH = 0.25  # seconds for which the numbers of `stats` may stand while the engine works
+
+
+class EngineLoop:
+    """`deliver` gets the tokens of a step, `give_up` the requests that no step could answer, `observe` how long a step took; all of them are
+    called in the engine's thread and must not wait."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[Sequence[TokenEvent]], None],
+        give_up: Callable[[Sequence[str]], None],
+        observe: Callable[[float, StepFacts], None] = lambda seconds, facts: None,
+    ) -> None:
+        self._engine = engine
+        self._deliver, self._give_up, self._observe = deliver, give_up, observe
+        self._posted: deque[tuple[Future[Any], Callable[[], None]]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._failures = 0
+        self.stats = engine.stats()
+        self._counted = 0.0
+        self._thread = threading.Thread(target=self._run, name="pando-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends after the step that runs. What was posted and not begun is cancelled."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def add(self, request: Request) -> "Future[None]":
+        """Done when the request is queued; its exception says why it was refused."""
+        return self.call(lambda engine: engine.add(request))
+
+    def cancel(self, request_id: str) -> None:
+        self.call(lambda engine: engine.cancel(request_id))
+
+    def call(self, work: Callable[[Engine], T]) -> "Future[T]":
+        """Runs something on the engine between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(self._engine))
+                except BaseException as error:  # it belongs to whoever asked
+                    future.set_exception(error)
+
+        self._posted.append((future, run))
+        self._wake.set()
+        if self._stopping and not self.alive:
+            self._drop_posted()
+        return future
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            while self._posted:
+                self._posted.popleft()[1]()
+            if self._engine.has_work:
+                self._step()
+            elif not self._posted and not self._stopping:
+                self.stats = self._engine.stats()
+                self._wake.wait(IDLE)
+                self._engine.expire_pins()
+        self._drop_posted()
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        try:
+            self._engine.expire_pins()
+            events = self._engine.step()
+        except Exception:
+            self._failures += 1
+            log.exception("a step failed; its requests begin again from their tokens")
+            if self._failures >= FAILURES:
+                lost = list(dict.fromkeys(row.request_id for row in self._engine.answers))
+                for request_id in lost:
+                    self._engine.cancel(request_id)
+                self._give_up(lost)
+            return
+        self._failures = 0
+        if events:
+            self._deliver(events)
+        now = time.perf_counter()
+        self._observe(now - start, self._engine.facts)
+        if now - self._counted > FRESH:
+            self.stats, self._counted = self._engine.stats(), now
+
+    def _drop_posted(self) -> None:
+        """Whoever waits for an answer must learn that there will be none."""
+        while self._posted:
+            self._posted.popleft()[0].cancel()

@@ -1,0 +1,75 @@
+"""What must stay: runs of the tree that somebody asked to keep, for how long, and how much of the pool they may take."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import QuotaExceeded
+from ..kv.tree import Match, PrefixTree, Stem
+from .request import Tenant
+
+MAX_PINS = 1024
+
+
+@dataclass(frozen=True)
+class Pin:
+    pin_id: str
+    tenant: Tenant
+    tokens: int  # of the context, from its beginning
+    pages: frozenset[int]
+    until: float | None  # on the scheduler's clock; None: until it is taken away
+    stems: tuple[Stem, ...]
+
+
+class Pins:
+    def __init__(self, tree: PrefixTree, quota: int) -> None:
+        self.quota = quota  # pages
+        self._tree = tree
+        self._pins: dict[str, Pin] = {}
+        self._ids = (f"pin-{number}" for number in itertools.count(1))
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    @property
+    def pages(self) -> int:
+        return len(self._held(self))
+
+    def add(self, match: Match, tenant: Tenant, until: float | None) -> Pin:
+        stems = (match.stem,) if match.end is None else (match.stem, match.end)
+        pages = frozenset(page for stem in stems for segment in stem.path() for page in segment.pages)
+        if len(self._pins) >= MAX_PINS:
+            raise QuotaExceeded(f"{MAX_PINS} contexts are pinned, the most there may be; unpin one first")
+        total = len(self._held(self) | pages)
+        if total > self.quota:
+            raise QuotaExceeded(
+                f"pinning {len(pages)} pages would make {total} of the {self.quota} that pins may hold; "
+                "unpin something, pin a shorter context, or raise pin_quota"
+            )
+        for stem in stems:
+            self._tree.pin(stem)
+        pin = Pin(next(self._ids), tenant, match.length, pages, until, stems)
+        self._pins[pin.pin_id] = pin
+        return pin
+
+    def get(self, pin_id: str, owner: bytes) -> Pin | None:
+        """A pin of this owner: another's does not exist for it."""
+        pin = self._pins.get(pin_id)
+        return pin if pin is not None and pin.tenant.owner == owner else None
+
+    def drop(self, pin: Pin) -> None:
+        del self._pins[pin.pin_id]
+        for stem in pin.stems:
+            self._tree.unpin(stem)
+
+    def expire(self, now: float) -> None:
+        for pin in [pin for pin in self if pin.until is not None and pin.until <= now]:
+            self.drop(pin)
+
+    def reset(self) -> None:
+        """The tree has forgotten everything."""
+        self._pins.clear()
+
+    @staticmethod
+    def _held(pins: Iterable[Pin]) -> frozenset[int]:
+        return frozenset().union(*(pin.pages for pin in pins))
