@@ -8,9 +8,10 @@ ARGS ?=
 BENCH_DATA ?= $(or $(PANDO_BENCH_DATA),$(wildcard ../shared/data))
 
 .DEFAULT_GOAL := help
-.PHONY: help chat run test check bench dev format clean
+.PHONY: help serve chat run test check bench dev format clean
 
 help:
+	@echo "make serve              serve the default model to OpenAI clients (MODEL=... for another, ARGS=... for options of 'pando serve')"
 	@echo "make chat               talk to the default model (MODEL=... for another, ARGS=... for options of 'pando chat')"
 	@echo "make run PROMPT='...'   answer one prompt"
 	@echo "make check test         what must pass before every commit"
@@ -20,6 +21,9 @@ help:
 	@echo "make format             let ruff format and fix what it can"
 	@echo "make dev                only install what developing needs"
 	@echo "make clean              remove .venv and every build output; models that were pulled stay"
+
+serve: .venv/.serve
+	@$(BIN)/pando serve $(MODEL) $(ARGS)
 
 chat: .venv/.core
 	@$(BIN)/pando chat $(MODEL) $(ARGS)
@@ -58,9 +62,10 @@ clean:
 	@touch $@
 
 .venv/.core: EXTRAS :=
-.venv/.dev: EXTRAS := [dev,serve]
-.venv/.bench: EXTRAS := [bench]
-.venv/.core .venv/.dev .venv/.bench: .venv/.made pyproject.toml constraints.txt
+.venv/.serve: EXTRAS := [serve]
+.venv/.dev: EXTRAS := [dev,serve,bench]
+.venv/.bench: EXTRAS := [bench,serve]
+.venv/.core .venv/.serve .venv/.dev .venv/.bench: .venv/.made pyproject.toml constraints.txt
 	@echo "Installing pando-llm$(EXTRAS) into .venv (once; a few minutes)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch .venv/.core $@

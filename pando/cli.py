@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import __version__
 from .chat import chat, utf8
-from .config import EngineConfig, choices, kinds, load, options
+from .config import EngineConfig, ServerConfig, choices, kinds, load, load_server, options
 from .engine.request import FinishReason, RequestOutput, SamplingParams
 from .errors import BadModelFile, InvalidOption, InvalidPrompt, PandoError
 
 if TYPE_CHECKING:
+    from dataclasses import Field
+
     from .engine.llm import LLM
 
 EXIT_INPUT, EXIT_INTERRUPT, EXIT_PIPE = 2, 130, 141
 MAX_TOKENS = 512
+EXTRAS = {"serve": "[serve]", "bench": "[bench,serve]"}  # what a command needs beyond the plain package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open as long as the process runs
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what this terminal cannot show
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(words)
         sys.stdout.flush()
         return code
     except PandoError as error:
@@ -38,10 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not error.name or error.name.split(".")[0] == __package__:
             raise
-        print(
-            f"pando: error: the package {error.name} is missing here; install it, or in a checkout everything with `make dev`",
-            file=sys.stderr,
-        )
+        install = f"pip install 'pando-llm{EXTRAS.get(words[0], '')}'"
+        fix = f"install it with `{install}`, or in a checkout with `make dev`"
+        print(f"pando: error: the package {error.name} is missing here; {fix}", file=sys.stderr)
         return EXIT_INPUT
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -69,11 +72,17 @@ def make_llm(config: EngineConfig) -> "LLM":
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:1] == ["bench"]:  # it reads its own arguments
+    if argv[:2] == ["bench", "serve"]:  # the benchmarks read their own arguments
+        from .bench.serve import main as bench_serve
+
+        return bench_serve(argv[2:])
+    if argv[:1] == ["bench"]:
         from .bench.foundation import main as bench
 
         return bench(argv[1:])
     arguments = parse(argv)
+    if arguments.command == "serve":
+        return _serve(arguments)
     if arguments.command == "version":
         print(f"pando {__version__}")
     elif arguments.command == "pull":
@@ -83,6 +92,14 @@ def _dispatch(argv: list[str]) -> int:
     else:
         _chat(arguments)
     return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    wanted = (*options(), *options(ServerConfig))
+    engine, server = load_server(_given(arguments, wanted), os.environ, arguments.config)
+    from .server.serve import serve
+
+    return serve(engine, server)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -142,8 +159,11 @@ def _as_json(output: RequestOutput, model: str) -> dict[str, object]:
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
-    given = {option.name: getattr(arguments, option.name, None) for option in options()}
-    return load(given, os.environ, arguments.config)
+    return load(_given(arguments, options()), os.environ, arguments.config)
+
+
+def _given(arguments: argparse.Namespace, wanted: "tuple[Field[object], ...]") -> dict[str, object]:
+    return {option.name: getattr(arguments, option.name, None) for option in wanted}
 
 
 def _sampling(arguments: argparse.Namespace, config: EngineConfig) -> SamplingParams:
@@ -172,7 +192,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         # argparse has taken the model for the prompt, because options stood between the two
         arguments.model, arguments.prompt = arguments.prompt, late[0]
     elif late:
-        raise InvalidOption(f"unknown argument {late[0]!r}; see `pando {arguments.command} --help`")
+        raise InvalidOption(f"unknown argument {late[0].split('=')[0]!r}; see `pando {arguments.command} --help`")
     return arguments
 
 
@@ -181,9 +201,17 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"pando {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
+    about = "Serve a model over HTTP to any OpenAI client. Each option shows its default in parentheses."
+    serve = commands.add_parser("serve", help="serve a model to OpenAI clients", description=about, allow_abbrev=False)
+    _add_model(serve)
+    _add_config(serve)
+    _add_server(serve)
+    _add_engine(serve)
+
     about = "Talk to a model; over a pipe, every line is a turn."
     chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
     _add_model(chat)
+    _add_config(chat)
     _add_sampling(chat)
     _add_engine(chat)
 
@@ -194,6 +222,7 @@ def parser() -> Parser:
     run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without its chat template")
     run.add_argument("--json", action="store_true", help="print one JSON object with the answer, its tokens and what was cached")
     run.add_argument("--n", type=int, default=1, metavar="N", help="answers to the same prompt (1); they share its cache")
+    _add_config(run)
     _add_sampling(run)
     _add_engine(run)
 
@@ -203,7 +232,7 @@ def parser() -> Parser:
     pull.add_argument("--list", action="store_true", help="list the catalogue instead")
     _add_config(pull)
 
-    commands.add_parser("bench", help="measure Pando beside transformers", add_help=False)
+    commands.add_parser("bench", help="measure Pando beside transformers; `bench serve` loads any OpenAI-compatible server", add_help=False)
     commands.add_parser("version", help="print the version")
     return top
 
@@ -214,7 +243,7 @@ def _add_model(to: argparse.ArgumentParser) -> None:
 
 
 def _add_config(to: argparse.ArgumentParser) -> None:
-    to.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of engine options, such as pando.toml")
+    to.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options, such as pando.toml")
 
 
 def _add_sampling(to: argparse.ArgumentParser) -> None:
@@ -229,15 +258,31 @@ def _add_sampling(to: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(to: argparse.ArgumentParser) -> None:
-    _add_config(to)
-    group = to.add_argument_group("the engine", "Each may also stand in the TOML file, or in the environment: PANDO_MAX_NUM_SEQS=8.")
-    for option in options():
+    about = "Each may also stand in the TOML file, or in the environment: PANDO_MAX_NUM_SEQS=8."
+    _add_options(to.add_argument_group("the engine", about), options())
+
+
+def _add_server(to: argparse.ArgumentParser) -> None:
+    about = "Each may also stand in the TOML file, or in the environment, several values separated by commas: PANDO_API_KEY=one,two."
+    _add_options(to.add_argument_group("the server", about), options(ServerConfig))
+
+
+def _add_options(group: "argparse._ArgumentGroup", wanted: "tuple[Field[object], ...]") -> None:
+    for option in wanted:
         if option.name == "model":
             continue  # the positional argument
         flag = "--" + option.name.replace("_", "-")
-        shown = "auto" if option.default is None else option.default
-        text = f"{option.metadata['doc']} ({shown})" if shown != "" else str(option.metadata["doc"])
+        text = f"{option.metadata['doc']} ({_written(option.default)})"
+        word = option.metadata["word"] or "|".join(choices(option)) or ("TEXT" if str in kinds(option) else "N")
         if bool in kinds(option):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif tuple in kinds(option):
+            group.add_argument(flag, action="append", metavar=word, help=text)
         else:
-            group.add_argument(flag, metavar="|".join(choices(option)) or ("TEXT" if str in kinds(option) else "N"), help=text)
+            group.add_argument(flag, metavar=word, help=text)
+
+
+def _written(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return {None: "auto", (): "none", "": "empty"}.get(default, str(default))  # type: ignore[call-overload, no-any-return]

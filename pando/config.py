@@ -1,14 +1,16 @@
-"""EngineConfig: every option of the engine, its one default, and where a value may come from.
+"""EngineConfig and ServerConfig: every option, its one default, and where a value may come from.
 
-A later source wins: default, TOML file, environment (PANDO_MAX_NUM_SEQS=8), command line (--max-num-seqs 8).
+A later source wins: default, TOML file, environment (PANDO_MAX_NUM_SEQS=8), command line (--max-num-seqs 8). An option that takes several
+values is an array in the file, separated by commas in the environment, and a flag given several times on the command line.
 """
 
+import re
 import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, Union, get_args, get_origin
 
 from .errors import InvalidOption
 
@@ -17,20 +19,35 @@ T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "reference"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+MetricsCompat = Literal["none", "vllm"]
 
 ENVIRONMENT_PREFIX = "PANDO_"
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _option(default: T, doc: str, at_least: int | None = None, at_most: int | None = None) -> T:
-    return field(default=default, metadata={"doc": doc, "at_least": at_least, "at_most": at_most})
+def _option(
+    default: T,
+    doc: str,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    *,
+    if_empty: str | None = None,
+    secret: bool = False,
+    word: str | None = None,
+) -> T:
+    """`if_empty`: what to do instead of giving an empty text, which is refused. `word`: what `--help` calls the value."""
+    facts = {"doc": doc, "at_least": at_least, "at_most": at_most, "if_empty": if_empty, "secret": secret, "word": word}
+    return field(default=default, repr=not secret, metadata=facts)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     model: str = _option(
-        "smollm2-135m", "a directory in Hugging Face format, a GGUF file, a Hugging Face repository id, or a catalogue name"
+        "smollm2-135m",
+        "a directory in Hugging Face format, a GGUF file, a Hugging Face repository id, or a catalogue name",
+        if_empty="name a directory, a GGUF file, a repository id or a catalogue name (`pando pull --list`)",
     )
     device: Device = _option("auto", "where the model runs; auto takes a GPU if there is one")
     dtype: DType = _option("auto", "what weights and cache are held in; auto takes bfloat16 where the device multiplies it natively")
@@ -49,8 +66,7 @@ class EngineConfig:
     cache_salt: str = _option("", "part of every cache key: requests under different salts never share cached context")
 
     def __post_init__(self) -> None:
-        for option in options():
-            _check(option, getattr(self, option.name))
+        _check_all(self)
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise InvalidOption(
                 f"kv_cache_tokens is {self.kv_cache_tokens}, less than one page of {self.page_size} tokens; "
@@ -58,32 +74,103 @@ class EngineConfig:
             )
 
 
-def options() -> "tuple[Field[object], ...]":
-    return fields(EngineConfig)
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = _option(
+        "127.0.0.1",
+        "the address to listen on; 0.0.0.0 lets other machines in, and wants an --api-key",
+        if_empty="write 127.0.0.1 for this machine alone, or 0.0.0.0 for every network it is in",
+    )
+    port: int = _option(8000, "the port to listen on; 0 takes a free one", 0, 2**16 - 1)
+    served_model_name: str | None = _option(
+        None, "what clients call the model; auto: the model as it was given", if_empty="name the model, or leave the option out"
+    )
+    api_key: tuple[str, ...] = _option(
+        (),
+        "a key that clients must send; may be given several times, and each is a tenant with a cache of its own; "
+        "better as PANDO_API_KEY, since other users of the machine may read a command line",
+        if_empty="an empty key lets nobody in; give one, or leave the option out to let everybody in",
+        secret=True,
+        word="KEY",
+    )
+    chat_template: str | None = _option(
+        None, "a Jinja file that turns messages into a prompt; auto: the model's own", if_empty="name a file", word="FILE"
+    )
+    share_prefix: tuple[str, ...] = _option(
+        (),
+        "a text file with the beginning of prompts that all tenants may share; may be given several times",
+        if_empty="name a file",
+        word="FILE",
+    )
+    pin_quota: int = _option(25, "percent of the KV cache that pins may hold", 0, 100)
+    max_queue: int = _option(256, "requests that wait for a row; further ones are answered 429", 0, 2**20)
+    request_timeout: int = _option(600, "seconds after which a request is given up", 1, 7 * 86400)
+    drain_timeout: int = _option(30, "seconds that running requests get to end after SIGTERM", 0, 86400)
+    max_body_mib: int = _option(8, "MiB that the body of a request may have; larger ones are answered 413", 1, 1024)
+    cors_origins: tuple[str, ...] = _option(
+        (),
+        "an origin whose web pages may call the server, such as https://example.org, or *; may be given several times",
+        if_empty="write an origin such as https://example.org, or *",
+        word="ORIGIN",
+    )
+    metrics_compat: MetricsCompat = _option("none", "vllm adds vLLM's names for the metrics that routers read")
+    log_level: LogLevel = _option("info", "the least important record that is logged")
+    disable_log_requests: bool = _option(False, "log no line for each request")
+    log_prompts: bool = _option(False, "log the text of prompts and answers; it is left out otherwise")
+
+    def __post_init__(self) -> None:
+        _check_all(self)
+        if any(re.fullmatch("[!-~]+", key) is None for key in self.api_key):
+            raise InvalidOption("an api_key has a space or a character beyond ASCII, which no client can send; use other characters")
+        for origin in self.cors_origins:
+            if origin != "*" and re.fullmatch(r"https?://[^\s/]+", origin) is None:
+                raise InvalidOption(f"cors_origins has {origin!r}; write scheme and host without a path, such as https://example.org, or *")
+
+
+def options(of: type[EngineConfig] | type[ServerConfig] = EngineConfig) -> "tuple[Field[object], ...]":
+    return fields(of)
 
 
 def choices(option: "Field[object]") -> tuple[str, ...]:
     """The words an option takes, or none where it takes anything of its type."""
-    kind = get_type_hints(EngineConfig)[option.name]
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    return get_args(option.type) if get_origin(option.type) is Literal else ()
 
 
 def kinds(option: "Field[object]") -> tuple[type, ...]:
     """The Python types of an option: (int, NoneType) for `int | None`; a choice of words is a str."""
-    kind = get_type_hints(EngineConfig)[option.name]
-    if get_origin(kind) is Literal:
+    kind, origin = option.type, get_origin(option.type)
+    if origin is Literal:
         return (str,)
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if origin in (Union, types.UnionType):
+        return get_args(kind)
+    return (origin or kind,)  # type: ignore[return-value]  # annotations in this file are types, never text
 
 
 def load(cli: Mapping[str, object], environ: Mapping[str, str], file: Path | None) -> EngineConfig:
     """The configuration of this process. A None in `cli` is an option that was not given."""
-    known = {option.name: option for option in options()}
+    return EngineConfig(**_values(options(), cli, environ, file))  # type: ignore[arg-type]  # each value was checked against its field
+
+
+def load_server(cli: Mapping[str, object], environ: Mapping[str, str], file: Path | None) -> tuple[EngineConfig, ServerConfig]:
+    """The same for a server: one file, one environment and one command line hold the options of both."""
+    values = _values((*options(), *options(ServerConfig)), cli, environ, file)
+    engine = {option.name: values.pop(option.name) for option in options() if option.name in values}
+    return EngineConfig(**engine), ServerConfig(**values)  # type: ignore[arg-type]
+
+
+def _values(
+    wanted: "tuple[Field[object], ...]", cli: Mapping[str, object], environ: Mapping[str, str], file: Path | None
+) -> dict[str, object]:
+    """What the sources say of the wanted options. A file may serve several commands: options that only others want are checked alone."""
+    in_file = {option.name: option for option in (*options(), *options(ServerConfig))}
+    known = {option.name: option for option in wanted}
     values: dict[str, object] = {}
     for key, value in _read(file).items() if file else ():
-        if key not in known:
-            raise InvalidOption(f"{file}: unknown option {key!r}; known are {', '.join(known)}")
-        values[key] = _take(known[key], value, str(file))
+        if key not in in_file:
+            raise InvalidOption(f"{file}: unknown option {key!r}; known are {', '.join(in_file)}")
+        taken = _take(in_file[key], value, str(file))
+        if key in known:
+            values[key] = taken
     for key, option in known.items():
         variable = ENVIRONMENT_PREFIX + key.upper()
         if variable in environ:
@@ -94,7 +181,7 @@ def load(cli: Mapping[str, object], environ: Mapping[str, str], file: Path | Non
             values[key] = _take(option, _parse(option, given, flag) if isinstance(given, str) else given, flag)
     if unknown := set(cli) - set(known):
         raise InvalidOption(f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(known)}")
-    return EngineConfig(**values)  # type: ignore[arg-type]  # each value was checked against its field
+    return values
 
 
 def _read(file: Path) -> dict[str, object]:
@@ -109,6 +196,8 @@ def _read(file: Path) -> dict[str, object]:
 def _take(option: "Field[object]", value: object, source: str) -> object:
     if value == AUTO and type(None) in kinds(option):
         return None
+    if isinstance(value, list) and tuple in kinds(option):
+        value = tuple(value)
     try:
         _check(option, value)
     except InvalidOption as error:
@@ -118,6 +207,8 @@ def _take(option: "Field[object]", value: object, source: str) -> object:
 
 def _parse(option: "Field[object]", text: str, source: str) -> object:
     """Text from the environment or the command line as a value of the option's type."""
+    if tuple in kinds(option):
+        return tuple(part.strip() for part in text.split(","))
     if text == AUTO or str in kinds(option):
         return text
     if bool in kinds(option):
@@ -130,23 +221,33 @@ def _parse(option: "Field[object]", text: str, source: str) -> object:
         return text  # the check of its type names what is expected
 
 
+def _check_all(config: EngineConfig | ServerConfig) -> None:
+    for option in options(type(config)):
+        _check(option, getattr(config, option.name))
+
+
 def _check(option: "Field[object]", value: object) -> None:
-    allowed = kinds(option)
-    if type(value) not in allowed:
-        raise InvalidOption(f"{option.name} is {value!r}; it must be {_expected(option)}")
-    if (words := choices(option)) and value not in words:
-        raise InvalidOption(f"{option.name} is {value!r}; it must be one of {', '.join(words)}")
+    shown = "of a wrong kind" if option.metadata["secret"] else repr(value)
     low, high = option.metadata["at_least"], option.metadata["at_most"]
-    if isinstance(value, int) and low is not None and not low <= value <= high:
-        raise InvalidOption(f"{option.name} is {value}; it must be {_expected(option)}")
-    if option.name == "model" and not value:
-        raise InvalidOption("model is empty; name a directory, a GGUF file, a repository id or a catalogue name (`pando pull --list`)")
+    parts = value if isinstance(value, tuple) else (value,)
+    if (
+        type(value) not in kinds(option)
+        or (isinstance(value, tuple) and set(map(type, value)) - {str})
+        or (isinstance(value, int) and low is not None and not low <= value <= high)
+    ):
+        raise InvalidOption(f"{option.name} is {shown}; it must be {_expected(option)}")
+    if (words := choices(option)) and value not in words:
+        raise InvalidOption(f"{option.name} is {shown}; it must be one of {', '.join(words)}")
+    if option.metadata["if_empty"] and "" in parts:
+        raise InvalidOption(f"{option.name} is empty; {option.metadata['if_empty']}")
 
 
 def _expected(option: "Field[object]") -> str:
+    or_auto = ", or auto" if type(None) in kinds(option) else ""
     if bool in kinds(option):
         return "true or false"
+    if tuple in kinds(option):
+        return "a list of texts"
     if int not in kinds(option):
-        return "text"
-    low, high = option.metadata["at_least"], option.metadata["at_most"]
-    return f"a whole number from {low} to {high}" + (", or auto" if type(None) in kinds(option) else "")
+        return "text" + or_auto
+    return f"a whole number from {option.metadata['at_least']} to {option.metadata['at_most']}{or_auto}"

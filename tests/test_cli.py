@@ -16,7 +16,7 @@ import pytest
 
 import pando
 from pando import chat, cli
-from pando.config import EngineConfig, load
+from pando.config import EngineConfig, ServerConfig, load
 from pando.engine.request import CompletionOutput, RequestOutput, SamplingParams, TokenEvent
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
 
@@ -192,6 +192,11 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("sing", "invalid choice: 'sing'"),
         ("", "COMMAND"),
         ("pull --max-num-seqs 3", "--max-num-seqs"),
+        ("run hi --port 8000", "--port"),
+        ("serve --port 70000", "--port: port is 70000; it must be a whole number from 0 to 65535"),
+        ("serve --max-num-seqs 0", "--max-num-seqs: max_num_seqs is 0"),
+        ("serve a b", "unknown argument 'b'"),
+        ("serve --api", "unknown argument '--api'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, line, complaint):
@@ -258,6 +263,87 @@ def test_bench_reads_its_own_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "pando.bench.foundation", bench)
     assert cli.main(["bench", "--quick", "-h"]) == 7
     assert given == [["--quick", "-h"]]
+
+
+# --- pando serve -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the server was started with, without one."""
+    given = []
+    server = types.ModuleType("pando.server.serve")
+    server.serve = lambda engine, server: given.append((engine, server)) or 5
+    monkeypatch.setitem(sys.modules, "pando.server.serve", server)
+    return given
+
+
+def test_serve_starts_with_the_defaults_and_hands_on_its_exit_code(served):
+    assert cli.main(["serve"]) == 5
+    assert served == [(EngineConfig(), ServerConfig())]
+
+
+def test_serve_takes_the_words_of_vllm(served):
+    line = (
+        "serve some/model --host 0.0.0.0 --port 0 --served-model-name tiny --api-key one --api-key two --max-model-len 512 "
+        "--max-num-seqs 8 --max-num-batched-tokens 256 --dtype float32 --seed 3 --chat-template my.jinja --disable-log-requests"
+    )
+    assert cli.main(line.split()) == 5
+    engine = EngineConfig(model="some/model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, dtype="float32", seed=3)
+    server = ServerConfig(
+        host="0.0.0.0", port=0, served_model_name="tiny", api_key=("one", "two"), chat_template="my.jinja", disable_log_requests=True
+    )
+    assert served == [(engine, server)]
+
+
+def test_serve_reads_one_file_and_one_environment_for_both(served, monkeypatch, tmp_path):
+    file = tmp_path / "pando.toml"
+    file.write_text('max_num_seqs = 2\nport = 9000\nmax_queue = 5\ncors_origins = ["https://a.example", "https://b.example"]\n')
+    monkeypatch.setenv("PANDO_API_KEY", "one, two")
+    monkeypatch.setenv("PANDO_MAX_QUEUE", "6")
+    assert cli.main(["serve", "--config", str(file), "--port", "9001"]) == 5
+    [(engine, server)] = served
+    assert (engine.max_num_seqs, server.port, server.max_queue, server.api_key) == (2, 9001, 6, ("one", "two"))
+    assert server.cors_origins == ("https://a.example", "https://b.example")
+
+
+@pytest.mark.parametrize("option", [*fields(EngineConfig)[1:], *fields(ServerConfig)], ids=lambda option: option.name)
+def test_the_help_of_serve_explains_every_option_and_its_default(option, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setenv("PANDO_API_KEY", "my-secret-key")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    flag = "--" + option.name.replace("_", "-")
+    [text] = re.findall(rf"^  {flag}\b.*\n? *.*$", shown, re.MULTILINE)
+    default = {"None": "auto", "()": "none", "True": "on", "False": "off", "": "empty"}.get(str(option.default), str(option.default))
+    assert option.metadata["doc"] in text
+    assert f"({default})" in text
+    assert "my-secret-key" not in shown
+
+
+def test_without_the_packages_of_the_server_one_line_says_what_to_install(monkeypatch, capsys):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="fastapi")
+
+    server = types.ModuleType("pando.server.serve")
+    server.__getattr__ = missing
+    monkeypatch.setitem(sys.modules, "pando.server.serve", server)
+    assert cli.main(["serve"]) == 2
+    shown = capsys.readouterr().err
+    assert shown == (
+        "pando: error: the package fastapi is missing here; "
+        "install it with `pip install 'pando-llm[serve]'`, or in a checkout with `make dev`\n"
+    )
+
+
+def test_bench_serve_reads_its_own_arguments(monkeypatch):
+    given = []
+    bench = types.ModuleType("pando.bench.serve")
+    bench.main = lambda argv: given.append(argv) or 3
+    monkeypatch.setitem(sys.modules, "pando.bench.serve", bench)
+    assert cli.main(["bench", "serve", "--url", "x", "-h"]) == 3
+    assert given == [["--url", "x", "-h"]]
 
 
 # --- pando pull --------------------------------------------------------------------------------------------------------------------
