@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from tokenizers import Encoding as _Encoding
 from tokenizers import Tokenizer as _Library
 
 from ..errors import BadModelFile, InvalidPrompt, ModelNotFound, UnsupportedModel
@@ -54,6 +55,14 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: the names of special tokens mean those tokens, and what the model expects around a text is added, but never twice.
         Otherwise the text is only text, whatever it spells."""
+        return list(self._encoding(text, special).ids)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode`, and which characters each token stands for, first and end; (0, 0) where it was added around the text."""
+        encoding = self._encoding(text, special=True)
+        return list(encoding.ids), list(encoding.offsets)
+
+    def _encoding(self, text: str, special: bool) -> _Encoding:
         if not isinstance(text, str):
             raise InvalidPrompt(f"a prompt must be a string, not {type(text).__name__}")
         try:
@@ -66,7 +75,7 @@ class Tokenizer:
         begin = self._names.get("bos_token")
         begun = begin is not None and text.startswith(begin)
         library = self._library if special else self._literal
-        return list(library.encode(text, add_special_tokens=special and not begun).ids)
+        return library.encode(text, add_special_tokens=special and not begun)
 
     @cached_property
     def _literal(self) -> _Library:
@@ -107,9 +116,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """A conversation as the text this model was trained on. Encode it with special tokens."""
-        if template is None:
-            template = _choose(self._template, "tool_use" if tools else "default")
-        return render(template, messages, tools, add_generation_prompt, self._names)
+        return render(template or self.template(tools=bool(tools)), messages, tools, add_generation_prompt, self._names)
+
+    def template(self, *, tools: bool = False) -> str | None:
+        """The model's own chat template; it may have another one for conversations with tools."""
+        return _choose(self._template, "tool_use" if tools else "default")
 
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self._library.token_to_id(text)

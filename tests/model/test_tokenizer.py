@@ -92,6 +92,27 @@ def test_a_text_begins_with_bos_once(sentencepiece):
     assert 1 not in tokenizer.encode("hello", special=False)
 
 
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_offsets_come_with_the_same_tokens_and_cover_the_text(tokenizer, text):
+    tokens, offsets = tokenizer.encode_with_offsets(text)
+    assert tokens == tokenizer.encode(text)
+    assert len(offsets) == len(tokens)
+    assert {place for start, end in offsets for place in range(start, end)} == set(range(len(text)))
+
+
+def test_offsets_count_characters_and_know_special_tokens(byte_level):
+    tokens, offsets = Tokenizer.from_directory(byte_level).encode_with_offsets("<|im_start|>é hello<|im_end|>")
+    assert (tokens[0], offsets[0]) == (1, (0, 12))
+    assert offsets[1:3] == [(12, 13), (12, 13)]  # two bytes of one character
+    assert offsets[-2:] == [(14, 19), (19, 29)]
+
+
+def test_a_token_that_was_added_has_no_characters(sentencepiece):
+    tokens, offsets = Tokenizer.from_directory(sentencepiece).encode_with_offsets("hello")
+    assert (tokens[0], offsets[0]) == (1, (0, 0))
+
+
 def test_a_lone_surrogate_is_refused_with_its_place(tokenizer):
     with pytest.raises(InvalidPrompt, match=r"character 2 .*U\+D83D"):
         tokenizer.encode("ab\ud83dc")

@@ -1,0 +1,262 @@
+"""From tokens to bodies: the answers of one request, whole or piece by piece, and the account of what was reused for them."""
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from ..engine.pins import Pin
+from ..engine.request import Reuse, TokenEvent
+from . import tools
+from .history import Drift
+from .logprobs import Scored, Spell, chat_logprobs, text_logprobs
+from .metrics import Metrics
+from .prompts import Asked, Prompt
+from .replies import (
+    Call,
+    CallDelta,
+    ChatCompletion,
+    ChatDeltaChoice,
+    ChatFinish,
+    Delta,
+    Envelope,
+    MissReport,
+    PandoReport,
+    PinReply,
+    TextCompletion,
+    TextFinish,
+    Usage,
+    call,
+    chat_choice,
+    chat_delta,
+    text_choice,
+    usage,
+)
+from .service import Ticket
+from .tools import Piece, Stream
+
+ADVICE = {
+    "cold": "nothing of this prompt was seen before",
+    "diverged": "what is cached goes on differently from this token on; put what changes behind what does not",
+    "evicted": "it was cached, and its pages were needed; pin it, or raise --kv-cache-tokens",
+    "other_tenant": "it is cached under another cache_salt; use the same one to share it",
+    "too_short": "a prompt of one token is always computed",
+    "off": "reuse was ruled out: prefix caching is off, or the prompt's logprobs were asked for",
+}
+
+
+class Account:
+    """What one request cost and reused."""
+
+    def __init__(self, ticket: Ticket, session: str | None, metrics: Metrics) -> None:
+        self._ticket, self._session, self._metrics = ticket, session, metrics
+        self.reuse: dict[int, Reuse] = {}  # by prompt
+        self.tokens: dict[tuple[int, int], int] = {}  # generated, by prompt and answer
+        self.pin: PinReply | None = None
+        self._first: dict[tuple[int, int], float] = {}
+        self._waited = 0.0
+
+    def take(self, place: int, event: TokenEvent) -> None:
+        answer = place, event.index
+        now = time.perf_counter()
+        if place not in self.reuse:
+            self.reuse[place] = event.reuse
+            self._waited = max(self._waited, event.waited)
+            if not self.tokens:
+                self._metrics.first_token((self._ticket.first or now) - self._ticket.arrived)
+                self._metrics.queued(event.waited)
+            miss = event.reuse.miss
+            self._metrics.prompt(
+                event.num_prompt_tokens - event.reuse.device, device=event.reuse.device, miss=None if miss is None else miss.reason
+            )
+        self.tokens[answer] = self.tokens.get(answer, 0) + 1
+        begun = self._first.setdefault(answer, now)
+        if event.finish_reason is not None:
+            self._metrics.answer(self.tokens[answer], now - begun)
+
+    def hold(self, pin: Pin | None, ttl: float) -> None:
+        if pin is not None:
+            self.pin = {"id": pin.pin_id, "tokens": pin.tokens, "expires_at": int(time.time() + ttl)}
+
+    def usage(self) -> Usage:
+        prompts = self._ticket.asked.prompts
+        return usage(sum(len(prompt.tokens) for prompt in prompts), sum(self.tokens.values()), self._cached())
+
+    def report(self) -> PandoReport:
+        prompts, cached = self._ticket.asked.prompts, self._cached()
+        total = sum(len(prompt.tokens) for prompt in prompts)
+        missed = [(prompts[place], reuse) for place, reuse in sorted(self.reuse.items()) if reuse.miss is not None]
+        first = self._ticket.first
+        return {
+            "reuse": "exact" if cached else "none",
+            "tokens": {"computed": total - cached, "device": cached, "host": 0, "disk": 0, "module": 0},
+            "miss": _miss(*missed[0]) if missed else None,
+            "time_to_first_token_ms": None if first is None else round((first - self._ticket.arrived) * 1e3, 3),
+            "queue_ms": round(self._waited * 1e3, 3),
+            "session_id": self._session,
+            "pin": self.pin,
+        }
+
+    def _cached(self) -> int:
+        return sum(reuse.device for reuse in self.reuse.values())
+
+
+def _miss(prompt: Prompt, reuse: Reuse) -> MissReport:
+    assert reuse.miss is not None
+    reason, token = reuse.miss.reason, reuse.miss.token
+    drift: Drift | None = prompt.drift
+    if drift is not None and token > drift.token:  # something else that is cached covers it
+        drift = None
+    return {
+        "reason": reason,
+        "token": token,
+        "message": prompt.message_of(token),
+        "drift": drift.kind if drift else None,
+        "detail": drift.detail if drift else ADVICE[reason],
+    }
+
+
+class _Answer:
+    """One answer so far."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.stream = Stream(asked.form) if asked.form is not None else None
+        self.text = ""
+        self.tokens: list[int] = []
+        self.scored: list[Scored] = []
+        self.calls: list[Call] = []
+        self.begun = False
+
+    def take(self, event: TokenEvent) -> tuple[Piece, list[Scored]]:
+        """What became clear with a token, and its logprob where that was asked for."""
+        self.tokens.append(event.token)
+        text = event.text
+        calls: tuple[tools.Call, ...] = ()
+        if self.stream is not None:
+            piece = self.stream.feed(text)
+            rest = self.stream.finish() if event.finish_reason is not None else Piece()
+            text, calls = piece.text + rest.text, piece.calls + rest.calls
+        self.text += text
+        self.calls += [call(each.id, each.name, each.arguments) for each in calls]
+        is_end = event.finish_reason == "stop" and event.stop_reason is None and not event.text
+        new = [Scored.chosen(event.token, event.logprobs)] if event.logprobs is not None and not is_end else []
+        self.scored += new
+        return Piece(text, calls), new
+
+    def finish(self, reason: str) -> ChatFinish:
+        return "tool_calls" if self.calls else "length" if reason == "length" else "stop"
+
+
+class ChatAnswers:
+    def __init__(self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, *, top: int, tells_tokens: bool) -> None:
+        self.account = account
+        self._asked, self._envelope, self._spell, self._top, self._tells_tokens = asked, envelope, spell, top, tells_tokens
+        self.answers = [_Answer(asked) for _ in range(asked.params.n)]
+        self._reasons: list[ChatFinish] = ["stop"] * asked.params.n
+
+    def take(self, events: Sequence[tuple[int, TokenEvent]]) -> list[ChatDeltaChoice]:
+        """The pieces that a stream passes on."""
+        deltas: list[ChatDeltaChoice] = []
+        for place, event in events:
+            self.account.take(place, event)
+            answer = self.answers[event.index]
+            piece, scored = answer.take(event)
+            if event.finish_reason is not None:
+                self._reasons[event.index] = answer.finish(event.finish_reason)
+            delta: Delta = {} if answer.begun else {"role": "assistant", "content": ""}
+            answer.begun = True
+            if piece.text:
+                delta["content"] = piece.text
+            if piece.calls:
+                delta["tool_calls"] = [_call_delta(each.index, each.id, each.name, each.arguments) for each in piece.calls]
+            finish = self._reasons[event.index] if event.finish_reason is not None else None
+            if delta or scored or finish or self._tells_tokens:
+                logprobs = chat_logprobs(scored, self._top, self._spell) if scored else None
+                deltas.append(chat_delta(event.index, delta, finish, logprobs, [event.token] if self._tells_tokens else None))
+        return deltas
+
+    def whole(self) -> ChatCompletion:
+        wanted = self._asked.params.logprobs is not None
+        choices = [
+            chat_choice(
+                index,
+                answer.text,
+                self._reasons[index],
+                answer.calls,
+                chat_logprobs(answer.scored, self._top, self._spell) if wanted else None,
+                answer.tokens if self._tells_tokens else None,
+            )
+            for index, answer in enumerate(self.answers)
+        ]
+        prompt = self._asked.prompts[0].tokens if self._tells_tokens else None
+        return self._envelope.chat(choices, self.account.usage(), self.account.report(), prompt)
+
+    @property
+    def outcome(self) -> Literal["stop", "length", "tool_calls"]:
+        return self._reasons[0]
+
+    def message(self) -> dict[str, object]:
+        """The first answer, as a client sends it back."""
+        answer = self.answers[0]
+        content: dict[str, object] = {"role": "assistant", "content": answer.text}
+        return {**content, "tool_calls": answer.calls} if answer.calls else content
+
+
+def _call_delta(index: int, call_id: str, name: str, arguments: str) -> CallDelta:
+    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class TextAnswers:
+    def __init__(
+        self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, *, echoes: Sequence[str], tells_tokens: bool
+    ) -> None:
+        """`echoes`: a prompt's text for each, or none."""
+        self.account = account
+        self._asked, self._envelope, self._spell, self._echoes, self._tells_tokens = asked, envelope, spell, echoes, tells_tokens
+        self.answers = [_Answer(asked) for _ in range(asked.params.n * len(asked.prompts))]
+        self._reasons: list[TextFinish] = ["stop"] * len(self.answers)
+
+    def take(self, events: Sequence[tuple[int, TokenEvent]]) -> list[TextCompletion]:
+        """The events that a stream sends: one for each token that brings something."""
+        sent = []
+        for place, event in events:
+            self.account.take(place, event)
+            index = place * self._asked.params.n + event.index
+            answer = self.answers[index]
+            start, first = len(answer.text), not answer.tokens
+            if first:
+                self._begin(answer, place, event)
+            piece, scored = answer.take(event)
+            said = answer.text if first else piece.text
+            scored = answer.scored if first else scored
+            if event.finish_reason is not None:
+                self._reasons[index] = "length" if event.finish_reason == "length" else "stop"
+            finish = self._reasons[index] if event.finish_reason is not None else None
+            if said or scored or finish or self._tells_tokens:
+                logprobs = text_logprobs(scored, self._spell, 0 if first else start) if scored else None
+                prompt = self._asked.prompts[place].tokens if first and self._tells_tokens else None
+                tokens = [event.token] if self._tells_tokens else None
+                sent.append(self._envelope.text([text_choice(index, said, finish, logprobs, tokens, prompt)]))
+        return sent
+
+    def _begin(self, answer: _Answer, place: int, event: TokenEvent) -> None:
+        """An echoed prompt stands before the answer, and its logprobs before the answer's."""
+        if not self._echoes:
+            return
+        answer.text = self._echoes[place]
+        if event.prompt_logprobs is not None:
+            scores = [None, *event.prompt_logprobs]
+            answer.scored = [Scored(token, score, {}) for token, score in zip(self._asked.prompts[place].tokens, scores, strict=True)]
+
+    def whole(self) -> TextCompletion:
+        wanted = self._asked.params.logprobs is not None
+        choices = []
+        for index, answer in enumerate(self.answers):
+            logprobs = text_logprobs(answer.scored, self._spell, 0) if wanted else None
+            tokens = answer.tokens if self._tells_tokens else None
+            prompt = self._asked.prompts[index // self._asked.params.n].tokens if self._tells_tokens else None
+            choices.append(text_choice(index, answer.text, self._reasons[index], logprobs, tokens, prompt))
+        return self._envelope.text(choices, self.account.usage(), self.account.report())
+
+    @property
+    def outcome(self) -> Literal["stop", "length"]:
+        return self._reasons[0]

@@ -1,0 +1,341 @@
+"""The routes."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .. import __version__
+from ..engine.request import Tenant
+from ..errors import InputError, PandoError, PromptTooLong, QuotaExceeded
+from .answers import Account, ChatAnswers, TextAnswers
+from .exchange import Exchange
+from .failures import FailureBody, failure, from_validation
+from .gate import Gate
+from .journal import Journal
+from .prompts import Asked
+from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
+from .service import Busy, Lost, NotReady, Service, TimedOut
+from .tenants import Tenants
+from .tracing import Operation, Tracing
+from .views import (
+    CacheView,
+    DetokenizeReply,
+    Health,
+    ModelCard,
+    ModelList,
+    Ready,
+    SegmentView,
+    TokenizeReply,
+    UnpinReply,
+    Version,
+    WarmReply,
+    model_list,
+)
+from .wire import ChatBody, CompletionBody, DetokenizeBody, Generation, PinBody, TokenizeBody, UnpinBody, WarmBody
+
+LARGE = 2**16  # bytes of a body from which it is parsed beside the event loop
+MAX_SEGMENTS = 1000  # that one view of the cache lists
+FAILURES: dict[int | str, dict[str, Any]] = {
+    400: {"model": FailureBody, "description": "The request cannot be answered as it is."},
+    401: {"model": FailureBody, "description": "No valid API key."},
+    404: {"model": FailureBody, "description": "No such model or route."},
+    413: {"model": FailureBody, "description": "The body is too large."},
+    422: {"model": FailureBody, "description": "A field has a wrong type or value."},
+    429: {"model": FailureBody, "description": "The queue is full; Retry-After says when to try again."},
+    503: {"model": FailureBody, "description": "The model is not loaded yet, the server is shutting down, or the request took too long."},
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "With stream: server-sent events."}
+}
+
+
+class _Request(Request):
+    async def json(self) -> Any:
+        """Parses a long body in another thread: while it is parsed, others get their tokens."""
+        if len(await self.body()) < LARGE:
+            return await super().json()
+        return await run_in_threadpool(lambda: asyncio.run(super(_Request, self).json()))
+
+
+class _Route(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            return await handle(_Request(request.scope, request.receive))
+
+        return handler
+
+
+def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Tracing) -> FastAPI:
+    config = service.config
+    gate = Middleware(Gate, tenants=tenants, journal=journal, max_body=config.max_body_mib << 20)
+    cors = [Middleware(CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])]
+    app = FastAPI(
+        title="Pando",
+        version=__version__,
+        description="OpenAI's API; and every answer says where its prompt's tokens came from, and why the rest was computed.",
+        middleware=[*(cors if config.cors_origins else []), gate],
+        strict_content_type=False,
+        responses={code: FAILURES[code] for code in (401, 404, 413, 422, 503)},
+    )
+    app.router.route_class = _Route
+    routes = _Routes(service, tenants, journal, tracing)
+    routes.add_to(app)
+    _add_failures(app, service)
+    return app
+
+
+class _Routes:
+    def __init__(self, service: Service, tenants: Tenants, journal: Journal, tracing: Tracing) -> None:
+        self.service, self.tenants, self.journal, self.tracing = service, tenants, journal, tracing
+
+    def add_to(self, app: FastAPI) -> None:
+        asking: dict[int | str, dict[str, Any]] = {code: FAILURES[code] for code in (400, 429)}
+        app.post("/v1/chat/completions", response_model=ChatCompletion, responses={**asking, **STREAMED}, tags=["answers"])(self.chat)
+        app.post("/v1/completions", response_model=TextCompletion, responses={**asking, **STREAMED}, tags=["answers"])(self.complete)
+        app.get("/v1/models", response_model=ModelList, tags=["models"])(self.models)
+        app.get("/v1/models/{model:path}", response_model=ModelCard, tags=["models"])(self.model)
+        app.post("/tokenize", response_model=TokenizeReply, responses=asking, tags=["tokens"])(self.tokenize)
+        app.post("/detokenize", response_model=DetokenizeReply, responses=asking, tags=["tokens"])(self.detokenize)
+        app.get("/v1/cache", response_model=CacheView, tags=["cache"])(self.cache)
+        app.post("/v1/cache/warm", response_model=WarmReply, responses=asking, tags=["cache"])(self.warm)
+        app.post("/v1/cache/pin", response_model=PinReply, responses=asking, tags=["cache"])(self.pin)
+        app.post("/v1/cache/unpin", response_model=UnpinReply, responses=asking, tags=["cache"])(self.unpin)
+        app.get("/health", response_model=Health, tags=["state"])(self.health)
+        app.get("/ready", response_model=Ready, tags=["state"])(self.ready)
+        app.get("/version", response_model=Version, tags=["state"])(self.version)
+        app.get("/metrics", response_class=Response, tags=["state"])(self.metrics)
+
+    # ---- answers
+
+    async def chat(self, request: Request, body: ChatBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
+        """Answers a conversation."""
+        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
+        self._check(body.model)
+        asked = await self.service.beside(lambda: self.service.prompts.chat(body, tenant, session))
+        envelope = Envelope(chat_id(), int(time.time()), self.service.name, body.include_usage)
+        return await self._answer(request, "chat", body, asked, envelope, tenant, session)
+
+    async def complete(self, request: Request, body: CompletionBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
+        """Goes on after a prompt, or after each of several."""
+        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
+        self._check(body.model)
+        asked = await self.service.beside(lambda: self.service.prompts.completion(body))
+        envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
+        return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
+
+    async def _answer(
+        self,
+        request: Request,
+        operation: Operation,
+        body: Generation,
+        asked: Asked,
+        envelope: Envelope,
+        tenant: Tenant,
+        session: str | None,
+    ) -> Response:
+        service, name = self.service, request.state.request_id
+        ticket = await service.open(name, asked, tenant)
+        account = Account(ticket, session, service.metrics)
+        answers: ChatAnswers | TextAnswers
+        if isinstance(body, ChatBody):
+            top = body.top_logprobs or 0
+            answers = ChatAnswers(asked, envelope, account, service.spell, top=top, tells_tokens=body.return_token_ids)
+        else:
+            wanted = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
+            echoes = [service.prompts.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in wanted]
+            answers = TextAnswers(asked, envelope, account, service.spell, echoes=echoes, tells_tokens=body.return_token_ids)
+        exchange = Exchange(
+            service,
+            ticket,
+            answers,
+            envelope,
+            tenant=tenant,
+            session=session,
+            ttl=body.ttl,
+            span=self.tracing.request(operation, service.name, name, request.headers),
+            journal=self.journal,
+            about={"request_id": name, "path": request.url.path, "stream": body.stream, "n": body.n, "user": body.user},
+        )
+        return exchange.stream() if body.stream else await exchange.whole(request)
+
+    # ---- models and tokens
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        self.service.check_ready()
+        return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"]))
+
+    async def model(self, model: str) -> Response:
+        """One model."""
+        self._check(model)
+        return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"])["data"][0])
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """The tokens of a text, or of a conversation as the chat template writes it."""
+        self._check(body.model)
+        tokens = await self.service.beside(lambda: self.service.prompts.tokenize(body))
+        return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of tokens, special ones included."""
+        self._check(body.model)
+        if wrong := next((token for token in body.tokens if token >= self.service.vocab_size), None):
+            raise HTTPException(400, f"{wrong} is no token of this model; tokens are whole numbers from 0 to {self.service.vocab_size - 1}")
+        return _json(DetokenizeReply(prompt=await self.service.beside(lambda: self.service.prompts.decode(body.tokens))))
+
+    # ---- the cache
+
+    async def cache(self, request: Request) -> Response:
+        """What is cached for this client: its own segments and the public ones."""
+        owner, service = request.state.owner, self.service
+        segments, truncated = await service.ask_engine(lambda engine: _segments(engine, owner))
+        stats = service.loop.stats
+        pages = {"size": service.page_size, "total": stats.pages, "in_use": stats.pages_in_use, "cached": stats.pages_cached}
+        return _json({"pages": {**pages, "pinned": stats.pages_pinned}, "segments": segments, "truncated": truncated})
+
+    async def warm(self, request: Request, body: WarmBody) -> Response:
+        """Computes a prompt now, so that requests that begin with it need not; with a ttl it is pinned for that long."""
+        tenant = self._who(request, body.cache_salt)
+        self._check(body.model)
+        prompt = await self.service.beside(lambda: self.service.prompts.warm(body))
+        cached = await self.service.compute(request.state.request_id, prompt, tenant)
+        if body.ttl is not None:
+            await self.service.pin(prompt.tokens, tenant, prompt.public, body.ttl)
+        return _json(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached))
+
+    async def pin(self, request: Request, body: PinBody) -> Response:
+        """Computes a prompt if it is not cached, and keeps it until it is unpinned or its ttl is over."""
+        tenant = self._who(request, body.cache_salt)
+        self._check(body.model)
+        prompt = await self.service.beside(lambda: self.service.prompts.warm(body))
+        await self.service.compute(request.state.request_id, prompt, tenant)
+        pin = await self.service.pin(prompt.tokens, tenant, prompt.public, body.ttl)
+        expires = None if body.ttl is None else int(time.time()) + body.ttl
+        return _json(PinReply(id=pin.pin_id, tokens=pin.tokens, expires_at=expires))
+
+    async def unpin(self, request: Request, body: UnpinBody) -> Response:
+        """Lets go of what was pinned; it stays cached until its pages are needed."""
+        owner = request.state.owner
+
+        def unpin(engine: Any) -> bool:
+            pin = engine.pins.get(body.id, owner)
+            if pin is not None:
+                engine.pins.drop(pin)
+            return pin is not None
+
+        return _json(UnpinReply(id=body.id, unpinned=await self.service.ask_engine(unpin)))
+
+    # ---- state
+
+    async def health(self) -> Response:
+        """Whether the process lives."""
+        return _json(Health(status="ok"))
+
+    async def ready(self) -> Response:
+        """Whether it answers: the model is loaded and the pool is warm."""
+        state = self.service.state if self.service.state != "ready" or self.service.loop.alive else "failed"
+        return Response(encode(Ready(status=state)), 200 if state == "ready" else 503, media_type="application/json")
+
+    async def version(self) -> Response:
+        """Pando's version."""
+        return _json(Version(version=__version__))
+
+    async def metrics(self) -> Response:
+        """For Prometheus."""
+        body, kind = await run_in_threadpool(self.service.metrics.render)
+        return Response(body, media_type=kind)
+
+    # ---- checks
+
+    def _who(self, request: Request, cache_salt: str | None) -> Tenant:
+        return self.tenants.tenant(request.state.owner, cache_salt)
+
+    def _check(self, model: str | None) -> None:
+        self.service.check_ready()
+        if model is not None and model != self.service.name:
+            raise HTTPException(404, f"the model {model[:80]!r} is not served here; {self.service.name!r} is")
+
+
+def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
+    now, stems = engine.scheduler.clock(), engine.segments(owner)
+    views: list[SegmentView] = []
+    for stem, readers in stems[:MAX_SEGMENTS]:
+        above = stem.parent if stem.parent is not None and stem.parent.parent is not None else None
+        views.append(
+            {
+                "key": stem.segment.key.hex()[:16],
+                "parent": above.segment.key.hex()[:16] if above is not None else None,
+                "tokens": len(stem.segment),
+                "first": stem.segment.first,
+                "readers": readers,
+                "tier": "device",
+                "age_seconds": round(now - stem.born, 3),
+                "idle_seconds": round(now - stem.used, 3),
+                "pins": stem.pins - sum(row.stem is stem for row in engine.scheduler.running),
+            }
+        )
+    return views, len(stems) > MAX_SEGMENTS
+
+
+def _printable(session: str | None) -> str | None:
+    """A header may hold anything; what could not stand in a body is not taken from there either."""
+    if session is None or not session:
+        return None
+    if len(session) > 256 or not session.isprintable():
+        raise HTTPException(400, "the header x-session-id must have at most 256 characters, all of them printable")
+    return session
+
+
+def _json(reply: Mapping[str, Any]) -> Response:
+    return Response(encode(reply), media_type="application/json")
+
+
+def _add_failures(app: FastAPI, service: Service) -> None:
+    def answer(
+        status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        service.metrics.refused(status)
+        return Response(encode(failure(status, message, param, code)), status, headers, "application/json")
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        message, param = from_validation(error.errors())
+        broken = any(found.get("type") == "json_invalid" for found in error.errors())
+        return answer(400 if broken else 422, message, param)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        text = str(error.detail)
+        if error.status_code == 404 and text == "Not Found":
+            text = f"there is no {request.method} {request.url.path[:200]}; /docs lists what there is"
+        return answer(error.status_code, text, headers=error.headers)
+
+    async def own(request: Request, error: Exception) -> Response:
+        if isinstance(error, Busy):
+            return answer(429, str(error), headers={"retry-after": str(error.retry_after)})
+        if isinstance(error, NotReady):
+            return answer(503, str(error), code="not_ready", headers={"retry-after": "5"})
+        if isinstance(error, TimedOut):
+            return answer(503, str(error), code="timeout")
+        if isinstance(error, Lost):
+            return answer(503, str(error), code="failed")
+        codes = {PromptTooLong: "context_length_exceeded", QuotaExceeded: "pin_quota_exceeded"}
+        code = next((code for kind, code in codes.items() if isinstance(error, kind)), None)
+        return answer(400 if isinstance(error, InputError) else 500, str(error), code=code)
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(PandoError, own)

@@ -1,0 +1,160 @@
+"""One request for answers, from its ticket to its last byte."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ..engine.request import Tenant
+from ..errors import PandoError
+from .answers import Account, ChatAnswers, TextAnswers
+from .failures import failure
+from .journal import Journal
+from .replies import DONE, Envelope, encode, event
+from .service import Service, Ticket
+from .tracing import RequestSpan
+
+
+class EventStream(StreamingResponse):
+    """A stream that is closed for certain, even if the client left before its first byte."""
+
+    def __init__(self, content: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+class Exchange:
+    """Reads a ticket to its end, and closes it; tells the log, the trace and the history how it went."""
+
+    def __init__(
+        self,
+        service: Service,
+        ticket: Ticket,
+        answers: ChatAnswers | TextAnswers,
+        envelope: Envelope,
+        *,
+        tenant: Tenant,
+        session: str | None,
+        ttl: int | None,
+        span: RequestSpan,
+        journal: Journal,
+        about: dict[str, Any],
+    ) -> None:
+        self._service, self._ticket, self._answers, self._envelope = service, ticket, answers, envelope
+        self._tenant, self._session, self._ttl = tenant, session, ttl
+        self._span, self._journal, self._about = span, journal, about
+        self._account: Account = answers.account
+        self._error: PandoError | None = None
+        self._closed = False
+
+    async def whole(self, request: Request) -> Response:
+        """The whole answer at once, unless the client leaves before."""
+        gone = asyncio.ensure_future(_leaves(request))
+        read = asyncio.ensure_future(self._read())
+        try:
+            await asyncio.wait({gone, read}, return_when=asyncio.FIRST_COMPLETED)
+            if not read.done():
+                return Response(status_code=499)  # nobody reads it
+            await read
+            return Response(encode(self._answers.whole()), media_type="application/json")
+        finally:
+            gone.cancel()
+            read.cancel()
+            self._close()
+
+    async def _read(self) -> None:
+        try:
+            async for batch in self._ticket.batches():
+                self._first_token()
+                self._answers.take(batch)
+            await self._settle()
+        except PandoError as error:
+            self._error = error
+            raise
+
+    def stream(self) -> EventStream:
+        return EventStream(self._events(), self._close)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        answers, envelope = self._answers, self._envelope
+        try:
+            async for batch in self._ticket.batches():
+                self._first_token()
+                last = not self._ticket.open_answers
+                pieces: list[Any] = [envelope.chat_chunk([one]) for one in answers.take(batch)] if isinstance(answers, ChatAnswers) else []
+                pieces += answers.take(batch) if isinstance(answers, TextAnswers) else []
+                if last:
+                    await self._settle()
+                    if pieces and not envelope.tells_usage:
+                        pieces[-1]["pando"] = self._account.report()
+                yield b"".join(map(event, pieces))
+            if envelope.tells_usage:
+                told = self._account.usage(), self._account.report()
+                yield event(envelope.chat_chunk([], *told) if isinstance(answers, ChatAnswers) else envelope.text([], *told))
+            yield DONE
+        except PandoError as error:  # it is too late for a status
+            self._error = error
+            yield event(failure(503, str(error), code="timeout" if self._ticket.outcome == "timeout" else "failed"))
+
+    def _first_token(self) -> None:
+        if not self._account.tokens:
+            self._span.first_token()
+
+    async def _settle(self) -> None:
+        """After the last token: keeps what was asked to be kept, and remembers the turn."""
+        self._ticket.outcome = self._answers.outcome
+        asked, answers = self._ticket.asked, self._answers
+        prompt = asked.prompts[0]
+        tokens = [*prompt.tokens, *answers.answers[0].tokens]
+        if self._ttl is not None:
+            self._account.hold(await self._service.pin_if_room(tokens, self._tenant, prompt.public, self._ttl), self._ttl)
+        if isinstance(answers, ChatAnswers):
+            turn = self._tenant.salt, asked.messages, answers.message(), tokens, len(prompt.tokens), self._session
+            self._service.workers.submit(self._service.history.remember, *turn)
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._service.close(self._ticket)
+        used, report = self._account.usage(), self._account.report()
+        miss = report["miss"]
+        outcome = self._ticket.outcome
+        self._span.end(
+            input_tokens=used["prompt_tokens"],
+            output_tokens=used["completion_tokens"],
+            cached_tokens=used["prompt_tokens_details"]["cached_tokens"],
+            miss=miss["reason"] if miss else None,
+            finish_reasons=[] if outcome in ("cancelled", "timeout", "failed") else [outcome],
+            error=type(self._error).__name__ if self._error else None,
+        )
+        self._journal.request(
+            **self._about,
+            outcome=outcome,
+            prompt_tokens=used["prompt_tokens"],
+            cached_tokens=used["prompt_tokens_details"]["cached_tokens"],
+            completion_tokens=used["completion_tokens"],
+            miss=miss["reason"] if miss else None,
+            drift=miss["drift"] if miss else None,
+            first_token_ms=report["time_to_first_token_ms"],
+            seconds=round(time.perf_counter() - self._ticket.arrived, 3),
+            session=self._session,
+            prompt=self._ticket.asked.prompts[0].text,
+            answer=self._answers.answers[0].text,
+        )
+
+
+async def _leaves(request: Request) -> None:
+    """Ends when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,156 @@
+"""How large a request may be, and the kinds of value it is made of: each limit once, and each refusal in words."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from ..engine.request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 2048  # of one message
+MAX_CALLS = 128  # of one message
+MAX_CHARS = 4 * 2**20  # of one text
+MAX_PROMPTS = 64
+MAX_ANSWERS = 256  # n times prompts
+MAX_PROMPT_TOKENS = 2**20
+MAX_STOP_TOKENS = 1024
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 2**10
+MAX_NAME_CHARS = 256
+MAX_METADATA = 16
+MAX_TTL_SECONDS = 7 * 86400
+MAX_INT32 = 2**31 - 1
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Plain = dict[str, Any]  # as JSON has it
+T = TypeVar("T")
+
+
+def _shape(value: object) -> str | None:
+    """Which of a union's forms a value claims to be, so that its errors are those of one form and not of all."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, list):
+        return "<token lists>" if isinstance(first, list) else "<tokens>" if isinstance(first, int) else "<list>"
+    return "<object>" if isinstance(value, dict) else None
+
+
+def one_of(forms: str) -> Discriminator:
+    return Discriminator(_shape, custom_error_type="wrong_form", custom_error_message=f"Input should be {forms}")
+
+
+def printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("Input should have printable characters only")
+    return value
+
+
+def _seconds(value: object) -> object:
+    """Of "45s", "30m", "12h" or "7d"; a number of seconds stays as it is."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"([0-9]{1,9})([smhd])", value)
+    if found is None:
+        raise ValueError('Input should be whole seconds, or text such as "45s", "30m", "12h" or "7d"')
+    return int(found[1]) * UNITS[found[2]]
+
+
+def _small(value: Plain) -> Plain:
+    try:
+        size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    except (RecursionError, ValueError) as error:  # UnicodeEncodeError is a ValueError
+        raise ValueError("Input should be plain JSON: Unicode text, finite numbers, and not nested without end") from error
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"Input should have at most {MAX_SCHEMA_BYTES} bytes as JSON, not {size}")
+    return value
+
+
+Text = Annotated[str, Field(max_length=MAX_CHARS)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS), AfterValidator(printable)]
+ModelName = Annotated[str, Field(max_length=1024)]
+Token = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[Real, Field(ge=-2, le=2)]
+Schema = Annotated[Plain, AfterValidator(_small)]
+Seconds = Annotated[
+    int,
+    Field(ge=1, le=MAX_TTL_SECONDS),
+    BeforeValidator(_seconds),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^[0-9]{1,9}[smhd]$"}, {"type": "integer", "minimum": 1}]}),
+]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[
+    Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
+    one_of("a string or a list of strings"),
+]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[Real, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASES),
+    BeforeValidator(lambda value: _at_most(MAX_BIASES, value)),
+]
+Notes = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(lambda value: _at_most(MAX_METADATA, value)),
+]
+TextOrTokens = Annotated[Annotated[Text, Tag("<text>")] | Annotated[Tokens, Tag("<tokens>")], one_of("a string or a list of token ids")]
+Prompts = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<list>")]
+    | Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<token lists>")],
+    one_of("a string, a list of strings, a list of token ids, or a list of such lists"),
+]
+
+
+def _at_most(limit: int, value: T) -> T:
+    """Before each entry is looked at: pydantic counts the entries of a mapping only afterwards."""
+    if isinstance(value, dict) and len(value) > limit:
+        raise ValueError(f"Input should have at most {limit} entries, not {len(value)}")
+    return value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    refused: ClassVar[Mapping[str, str]] = {}  # fields that would change the answer, and what to do instead
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        for name, advice in cls.refused.items():
+            if data.get(name) is not None:
+                raise ValueError(f"{name}: not supported; {advice}")
+        return {name: value for name, value in data.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Says in the schema what `_without_nulls` does."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and "anyOf" not in field:
+                told = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **told}
+        return schema

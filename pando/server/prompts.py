@@ -1,0 +1,111 @@
+"""From bodies to prompts: tokens, constraints, and what is known of the conversation. It is slow, and runs beside the event loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..engine.request import Constraint, SamplingParams, Tenant
+from ..errors import InvalidPrompt
+from ..model.tokenizer import Tokenizer
+from . import tools
+from .grammar import Grammars
+from .history import Drift, History, message_at, message_starts
+from .limits import Plain
+from .tenants import Public
+from .wire import ChatBody, ChosenTool, CompletionBody, TokenizeBody, WarmBody
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]
+    text: str | None  # None where tokens were given
+    public: int = 0  # first tokens that every tenant shares
+    starts: Sequence[int] = ()  # the first token of each message
+    drift: Drift | None = None  # from the conversation's last turn
+
+    def message_of(self, token: int) -> int | None:
+        return message_at(self.starts, token) if self.starts else None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, ready for the engine."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    constraint: Callable[[], Constraint] | None = None
+    form: tools.Form | None = None  # how calls are found in the answer
+    score: bool = False
+    messages: Sequence[Plain] = ()
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, template: str | None, grammars: Grammars, history: History, public: Public) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self._grammars, self._history, self._public = grammars, history, public
+
+    def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
+        params, messages = body.sampling(), body.conversation()
+        wanted = body.definitions() if body.tool_choice != "none" else None
+        form, constraint = None, self._format(body)
+        if wanted:
+            form = self._form()
+            functions, special = tools.functions(wanted), form.special_words(self._tokenizer)
+            if body.tool_choice == "required" or isinstance(body.tool_choice, ChosenTool):
+                only = body.tool_choice.function.name if isinstance(body.tool_choice, ChosenTool) else None
+                constraint = self._grammars.lark(form.grammar(functions, only, parallel=body.parallel_tool_calls, special=special))
+            if special:
+                params = replace(params, skip_special_tokens=False)
+        prompt = self._conversation(messages, wanted, answered=True)
+        drift = self._history.explain(tenant.salt, messages, prompt.tokens, session)
+        if drift is not None and drift.message is None:
+            drift = replace(drift, message=prompt.message_of(drift.token))
+        return Asked([replace(prompt, drift=drift)], params, constraint, form, messages=messages)
+
+    def completion(self, body: CompletionBody) -> Asked:
+        prompts = [self._plain(prompt) for prompt in body.prompts()]
+        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None)
+
+    def warm(self, body: WarmBody) -> Prompt:
+        if body.messages is not None:
+            messages = [message.plain() for message in body.messages]
+            definitions = [tool.plain() for tool in body.tools] if body.tools else None
+            return self._conversation(messages, definitions, answered=False)
+        assert body.prompt is not None
+        return self._plain(body.prompt)
+
+    def tokenize(self, body: TokenizeBody) -> list[int]:
+        if body.prompt is not None:
+            return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
+        messages = [message.plain() for message in body.messages or ()]
+        definitions = [tool.plain() for tool in body.tools] if body.tools else None
+        return self._conversation(messages, definitions, answered=body.add_generation_prompt).tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special=False)
+
+    def _conversation(self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool) -> Prompt:
+        text = self._tokenizer.chat(messages, add_generation_prompt=answered, template=self._template, tools=definitions)
+        tokens, offsets = self._tokenizer.encode_with_offsets(text)
+        starts = message_starts(text, [message["content"] for message in messages], offsets)
+        return Prompt(tokens, text, self._public.length(tokens), starts)
+
+    def _plain(self, prompt: str | list[int]) -> Prompt:
+        tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return Prompt(tokens, prompt if isinstance(prompt, str) else None, self._public.length(tokens))
+
+    def _format(self, body: ChatBody) -> Callable[[], Constraint] | None:
+        wanted = body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_schema" and wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+            return self._grammars.json_schema(wanted.json_schema.schema_)
+        return self._grammars.json_object()
+
+    def _form(self) -> tools.Form:
+        form = tools.form_of(self._template or self._tokenizer.template(tools=True) or "")
+        if form is None:
+            raise InvalidPrompt(
+                "the chat template of this model takes no tools, or in a form that is not known; "
+                'leave tools out, send tool_choice "none", or start the server with another --chat-template'
+            )
+        return form

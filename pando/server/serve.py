@@ -1,0 +1,134 @@
+"""`pando serve`: a socket, the routes, the engine, and what happens on signals."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..config import EngineConfig, ServerConfig
+from ..errors import InvalidOption
+from ..model.load import Model
+from .app import make_app
+from .journal import Journal, logging_config
+from .service import Service
+from .tenants import Tenants
+from .tracing import tracing
+
+BACKLOG = 2048
+KEEP_ALIVE = 75  # seconds; longer than proxies keep theirs, so that it is them who close
+
+
+class Server(uvicorn.Server):
+    """The first signal drains: nothing new is let in, and what runs may end. The second one stops."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.force_exit = self.force_exit or self.should_exit
+        self.should_exit = True
+
+
+def serve(engine: EngineConfig, server: ServerConfig, model: Model | None = None) -> int:
+    journal = Journal.from_config(server, sys.stderr)
+    tenants = Tenants(server.api_key)
+    listener = _listen(server.host, server.port)
+    running = Running(engine, server, tenants, journal, listener, model)
+    try:
+        asyncio.run(running.run())
+    finally:
+        listener.close()
+    if running.failure is not None:
+        raise running.failure
+    return 0
+
+
+class Running:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        tenants: Tenants,
+        journal: Journal,
+        listener: socket.socket,
+        model: Model | None = None,
+    ) -> None:
+        self.service = Service(engine, server, lambda message: journal.warning("not pinned", reason=message))
+        self.failure: BaseException | None = None
+        self._journal, self._model, self._listener = journal, model, listener
+        self._tracing = tracing(os.environ)
+        self.app = make_app(self.service, tenants, journal, self._tracing)
+        self.app.router.lifespan_context = self._lifespan
+        settings = uvicorn.Config(
+            self.app,
+            log_config=logging_config(journal),
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=server.drain_timeout,
+            backlog=BACKLOG,
+        )
+        self.server = Server(settings)
+
+    async def run(self) -> None:
+        await self.server.serve(sockets=[self._listener])
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.ensure_future(self._load())
+        try:
+            yield
+        finally:
+            self.service.state = "draining" if self.service.state == "ready" else self.service.state
+            loading.cancel()
+            self.service.stop()
+            self._tracing.close()
+
+    async def _load(self) -> None:
+        """Routes are there from the start, and say that the model is not."""
+        try:
+            await self.service.beside(lambda: self.service.load(self._model))
+            self.service.start()
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):
+                self.failure, self.service.state = error, "failed"
+                self.server.should_exit = True
+            return
+        self._announce()
+
+    def _announce(self) -> None:
+        service, config = self.service, self.service.config
+        if self._tracing.note:
+            self._journal.info(self._tracing.note)
+        host, port = self._listener.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{port}"
+        key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+        facts = service.facts
+        body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+        if host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
+            self._journal.warning("no --api-key: everyone who reaches this address may use it", host=host)
+        print(
+            f"{service.name}  context {facts['max_model_len']} tokens\n"
+            f"KV cache  {facts['pool_tokens']} tokens, {facts['pool_bytes'] / 2**30:.2f} GiB\n"
+            f"listening on {address}  (docs: {address}/docs)\n\n"
+            f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n",
+            flush=True,
+        )
+        self._journal.info("ready", model=service.name, address=address)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Takes the port before the model is loaded: that it is in use should not be found out minutes later."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        return listener
+    except OSError as error:
+        raise InvalidOption(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port") from error

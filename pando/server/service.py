@@ -1,0 +1,273 @@
+"""The engine as the event loop sees it: requests go in, tokens come out, and nothing here waits for a step."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from ..config import EngineConfig, ServerConfig
+from ..engine.engine import PUBLIC, Engine, Stats, StepFacts
+from ..engine.llm import LLM
+from ..engine.loop import EngineLoop
+from ..engine.pins import Pin
+from ..engine.request import Request, SamplingParams, Tenant, TokenEvent
+from ..errors import InvalidOption, PandoError, QuotaExceeded
+from ..model.load import Model
+from .grammar import Grammars
+from .history import History
+from .metrics import Metrics, Outcome
+from .prompts import Asked, Prompt, Prompts
+from .tenants import Public
+
+State = Literal["loading", "ready", "draining", "failed"]
+T = TypeVar("T")
+
+WORKERS = 4  # threads that tokenise, render and compile grammars
+MAX_RETRY_AFTER = 60
+
+
+class Busy(PandoError):
+    """The queue is full."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} requests are waiting, as many as may; try again in about {retry_after} s")
+        self.retry_after = retry_after
+
+
+class NotReady(PandoError):
+    """There is no engine: not yet, or no longer."""
+
+
+class TimedOut(PandoError):
+    pass
+
+
+class Lost(PandoError):
+    """The engine could not answer."""
+
+
+class Ticket:
+    """One HTTP request at the engine: an engine request for each of its prompts, and their tokens as they come."""
+
+    def __init__(self, request_id: str, asked: Asked, deadline: float) -> None:
+        self.asked = asked
+        self.names = {f"{request_id}/{place}": place for place in range(len(asked.prompts))}
+        self.open_answers = asked.params.n * len(asked.prompts)
+        self.arrived = time.perf_counter()
+        self.first: float | None = None
+        self.outcome: Outcome = "cancelled"
+        self._deadline = deadline
+        self._inbox: list[TokenEvent] = []
+        self._filled = asyncio.Event()
+        self._failure: PandoError | None = None
+
+    def put(self, event: TokenEvent) -> None:
+        if self.first is None:
+            self.first = time.perf_counter()
+        self._inbox.append(event)
+        self._filled.set()
+
+    def fail(self, error: PandoError) -> None:
+        self._failure = error
+        self._filled.set()
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, TokenEvent]]]:
+        """What came since the last time, with the place of its prompt; until every answer has ended."""
+        while self.open_answers:
+            try:
+                async with asyncio.timeout(self._deadline - time.perf_counter()):
+                    await self._filled.wait()
+            except TimeoutError:
+                self.outcome = "timeout"
+                raise TimedOut("the request took longer than it may; ask for fewer tokens, or raise --request-timeout") from None
+            if self._failure is not None:
+                self.outcome = "failed"
+                raise self._failure
+            events, self._inbox = self._inbox, []
+            self._filled.clear()
+            self.open_answers -= sum(event.finish_reason is not None for event in events)
+            if any(event.finish_reason == "error" for event in events):
+                self.outcome = "failed"
+                raise Lost("the model answered no number that a token could be chosen by; try again, or use another dtype")
+            yield [(self.names[event.request_id], event) for event in events]
+
+
+class Service:
+    def __init__(self, engine: EngineConfig, server: ServerConfig, warn: Callable[[str], None] = lambda message: None) -> None:
+        self.engine_config, self.config = engine, server
+        self.state: State = "loading"
+        self.name = server.served_model_name or engine.model
+        self.created = int(time.time())
+        self.workers = ThreadPoolExecutor(WORKERS, "pando-worker")
+        self.metrics = Metrics(self.name, self._stats, server.metrics_compat)
+        self.loop: EngineLoop
+        self.prompts: Prompts
+        self.history: History
+        self.facts: dict[str, int] = {}
+        self._warn = warn
+        self._tickets: dict[str, Ticket] = {}
+        self._open = 0  # rows
+        self._seconds = 1.0  # that a request takes, lately
+
+    # ---- life
+
+    def load(self, model: Model | None = None) -> None:
+        """Loads the model and computes what is shared; slow, so not in the event loop's thread."""
+        template = _read(self.config.chat_template, "chat_template") if self.config.chat_template else None
+        texts = [_read(path, "share_prefix") for path in self.config.share_prefix]
+        engine = LLM.from_config(self.engine_config, model).engine
+        engine.pins.quota = engine.pages.count * self.config.pin_quota // 100
+        tokenizer = engine.model.tokenizer
+        shared = [tokenizer.encode(text) for text in texts]
+        _prefill(engine, shared)
+        self.facts = {
+            "pool_tokens": engine.pages.count * engine.pages.page_size,
+            "pool_bytes": engine.pool.nbytes,
+            "max_model_len": engine.max_len,
+        }
+        self.page_size = engine.pages.page_size
+        self.spell = lambda token: tokenizer.token_bytes(token, skip_special=False)
+        self.vocab_size = engine.model.config.vocab_size
+        self.eos = frozenset(tokenizer.eos)
+        self.history = History(tokenizer.decode)
+        grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
+        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared))
+        self._engine = engine
+
+    def start(self) -> None:
+        """Begins to answer; in the event loop's thread, after `load`."""
+        events = asyncio.get_running_loop()
+
+        def deliver(tokens: Sequence[TokenEvent]) -> None:
+            events.call_soon_threadsafe(self._dispatch, tokens)
+
+        def give_up(names: Sequence[str]) -> None:
+            events.call_soon_threadsafe(self._give_up, names)
+
+        self.loop = EngineLoop(self._engine, deliver, give_up, self._observe)
+        self.loop.start()
+        self.state = "ready"
+
+    def stop(self) -> None:
+        if self.state in ("ready", "draining"):
+            self.loop.stop(timeout=self.config.drain_timeout)
+        self.state = "failed"
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Runs slow work in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work)
+
+    async def ask_engine(self, work: Callable[[Engine], T]) -> T:
+        self.check_ready()
+        return await asyncio.wrap_future(self.loop.call(work))
+
+    def check_ready(self) -> None:
+        if self.state == "loading":
+            raise NotReady("the model is still being loaded; /ready says when it is there")
+        if self.state != "ready":
+            raise NotReady("the server is shutting down; ask another one")
+        if not self.loop.alive:
+            raise NotReady("the engine has stopped; restart the server")
+
+    # ---- requests
+
+    async def open(self, request_id: str, asked: Asked, tenant: Tenant) -> Ticket:
+        """Hands a request to the engine; raises what is wrong with it. Whoever opens a ticket closes it."""
+        self.check_ready()
+        self.check_room()
+        ticket = Ticket(request_id, asked, time.perf_counter() + self.config.request_timeout)
+        self._open += ticket.open_answers
+        self._tickets |= dict.fromkeys(ticket.names, ticket)
+        try:
+            for name, prompt in zip(ticket.names, asked.prompts, strict=True):
+                request = Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint)
+                await asyncio.wrap_future(self.loop.add(request))
+        except asyncio.CancelledError:
+            self.close(ticket)
+            raise
+        except BaseException:
+            ticket.outcome = "failed"
+            self.close(ticket, counted=False)
+            raise
+        return ticket
+
+    def check_room(self) -> None:
+        if self._open >= self.engine_config.max_num_seqs + self.config.max_queue:
+            waiting = self._open - self.engine_config.max_num_seqs
+            seconds = int(self._seconds * (1 + waiting / self.engine_config.max_num_seqs)) + 1
+            raise Busy(waiting, min(seconds, MAX_RETRY_AFTER))
+
+    def close(self, ticket: Ticket, *, counted: bool = True) -> None:
+        """The one place where a request ends, however it ended."""
+        if not any([self._tickets.pop(name, None) for name in ticket.names]):  # all of them, not only up to the first
+            return
+        self._open -= ticket.asked.params.n * len(ticket.asked.prompts)
+        if ticket.open_answers:
+            for name in ticket.names:
+                self.loop.cancel(name)
+        elif ticket.outcome == "cancelled":
+            ticket.outcome = "stop"
+        seconds = time.perf_counter() - ticket.arrived
+        self._seconds += 0.1 * (seconds - self._seconds)
+        if counted:
+            self.metrics.ended(ticket.outcome, seconds)
+
+    async def compute(self, request_id: str, prompt: Prompt, tenant: Tenant) -> int:
+        """Computes a prompt and answers nothing; says how many of its tokens were cached already."""
+        ticket = await self.open(request_id, Asked([prompt], SamplingParams(temperature=0, max_tokens=1)), tenant)
+        cached = 0
+        try:
+            async for batch in ticket.batches():
+                cached = batch[0][1].num_cached_tokens
+        finally:
+            self.close(ticket)
+        return cached
+
+    async def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None) -> Pin:
+        return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl))
+
+    async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float) -> Pin | None:
+        try:
+            return await self.pin(tokens, tenant, public, ttl)
+        except QuotaExceeded as error:
+            self._warn(str(error))
+            return None
+
+    # ---- from the engine
+
+    def _stats(self) -> Stats:
+        return self.loop.stats if self.state in ("ready", "draining") else Stats()
+
+    def _dispatch(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            if (ticket := self._tickets.get(event.request_id)) is not None:
+                ticket.put(event)
+
+    def _give_up(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (ticket := self._tickets.get(name)) is not None:
+                ticket.fail(Lost("the engine failed several times on the batch that this request was in; try again"))
+
+    def _observe(self, seconds: float, facts: StepFacts) -> None:
+        self.metrics.observe_step(seconds, facts.rows, facts.tokens, facts.shared_reads)
+
+
+def _prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Computes what all tenants share, and keeps it; and one token in any case, so that the first client does not wait for a cold start."""
+    warm = [*prompts, engine.model.tokenizer.encode("Hello")]
+    for place, tokens in enumerate(warm):
+        engine.add(Request(f"start/{place}", tokens, SamplingParams(temperature=0, max_tokens=1), PUBLIC))
+    while engine.has_work:
+        engine.step()
+    for tokens in prompts:
+        engine.pin(tokens, PUBLIC, 0, None)
+
+
+def _read(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(f"{option}: {path} cannot be read ({error}); give a text file in UTF-8") from error
