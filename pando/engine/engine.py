@@ -227,13 +227,13 @@ class Engine:
 
     # ---- keeping
 
-    def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None) -> Pin:
+    def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None, *, automatic: bool = False) -> Pin:
         """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned."""
         self.expire_pins()
         now, keys, lineage = self.scheduler.clock(), list[Key](), self._lineage(tenant, public)
         extend_keys(keys, lineage, tokens, self.pages.page_size)
         match = self.tree.match(lineage, keys, tokens, len(tokens), now)
-        return self.pins.add(match, tenant, None if ttl is None else now + ttl)
+        return self.pins.add(match, tenant, None if ttl is None else now + ttl, automatic=automatic)
 
     def expire_pins(self) -> None:
         self.pins.expire(self.scheduler.clock())

@@ -19,6 +19,7 @@ class Pin:
     pages: frozenset[int]
     until: float | None  # on the scheduler's clock; None: until it is taken away
     stems: tuple[Stem, ...]
+    automatic: bool = False  # it came with a request, and gives way to that of the next turn
 
 
 class Pins:
@@ -35,9 +36,11 @@ class Pins:
     def pages(self) -> int:
         return len(self._held(self))
 
-    def add(self, match: Match, tenant: Tenant, until: float | None) -> Pin:
+    def add(self, match: Match, tenant: Tenant, until: float | None, *, automatic: bool = False) -> Pin:
         stems = (match.stem,) if match.end is None else (match.stem, match.end)
         pages = frozenset(page for stem in stems for segment in stem.path() for page in segment.pages)
+        if automatic:
+            self._give_way(tenant, {page for segment in match.stem.path() for page in segment.pages})
         if len(self._pins) >= MAX_PINS:
             raise QuotaExceeded(f"{MAX_PINS} contexts are pinned, the most there may be; unpin one first")
         total = len(self._held(self) | pages)
@@ -48,9 +51,15 @@ class Pins:
             )
         for stem in stems:
             self._tree.pin(stem)
-        pin = Pin(next(self._ids), tenant, match.length, pages, until, stems)
+        pin = Pin(next(self._ids), tenant, match.length, pages, until, stems, automatic)
         self._pins[pin.pin_id] = pin
         return pin
+
+    def _give_way(self, tenant: Tenant, pages: set[int]) -> None:
+        """Drops the automatic pins whose whole pages lie within a longer context."""
+        for pin in [pin for pin in self if pin.automatic and pin.tenant == tenant]:
+            if {page for segment in pin.stems[0].path() for page in segment.pages} <= pages:
+                self.drop(pin)
 
     def get(self, pin_id: str, owner: bytes) -> Pin | None:
         """A pin of this owner: another's does not exist for it."""

@@ -155,7 +155,7 @@ class Sampler:
         self._groups = _Groups(
             members=tuple(rows),
             biased=tuple(i for i, p in enumerate(params) if p.logit_bias),
-            held=tuple(i for i, p in enumerate(params) if p.min_tokens),
+            held=tuple(i for i, p in enumerate(params) if p.min_tokens and rows[i].constraint is None),  # what is complete must end
             constrained=tuple(i for i, row in enumerate(rows) if row.constraint is not None),
             penalised=tuple(penalised),
             penalised_at=self._places(penalised),

@@ -1,6 +1,6 @@
 """The routes."""
 
-import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
@@ -63,9 +63,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 class _Request(Request):
     async def json(self) -> Any:
         """Parses a long body in another thread: while it is parsed, others get their tokens."""
-        if len(await self.body()) < LARGE:
-            return await super().json()
-        return await run_in_threadpool(lambda: asyncio.run(super(_Request, self).json()))
+        body = await self.body()
+        return json.loads(body) if len(body) < LARGE else await run_in_threadpool(json.loads, body)
 
 
 class _Route(APIRoute):

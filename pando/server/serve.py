@@ -34,7 +34,7 @@ class Server(uvicorn.Server):
 
 def serve(engine: EngineConfig, server: ServerConfig, model: Model | None = None) -> int:
     journal = Journal.from_config(server, sys.stderr)
-    tenants = Tenants(server.api_key)
+    tenants = Tenants(server.api_key, engine.cache_salt)
     listener = _listen(server.host, server.port)
     running = Running(engine, server, tenants, journal, listener, model)
     try:

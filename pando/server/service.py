@@ -133,6 +133,7 @@ class Service:
         self.eos = frozenset(tokenizer.eos)
         self.history = History(tokenizer.decode)
         grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
+        self.workers.submit(grammars.json_object)  # its first use is slow
         self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared))
         self._engine = engine
 
@@ -231,7 +232,7 @@ class Service:
 
     async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float) -> Pin | None:
         try:
-            return await self.pin(tokens, tenant, public, ttl)
+            return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl, automatic=True))
         except QuotaExceeded as error:
             self._warn(str(error))
             return None

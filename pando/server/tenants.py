@@ -13,9 +13,10 @@ ANONYMOUS = b""  # the owner of every request where no key is configured
 
 
 class Tenants:
-    """The API keys that are let in. Only digests are kept."""
+    """The API keys that are let in, of which only digests are kept; `salt` is the server's own, part of every tenant's."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], salt: str = "") -> None:
+        self._salt = _bytes(salt)
         for place, key in enumerate(keys):
             if not key or not all("!" <= char <= "~" for char in key):
                 raise InvalidOption(
@@ -40,7 +41,7 @@ class Tenants:
 
     def tenant(self, owner: bytes, cache_salt: str | None) -> Tenant:
         """What a request may share with: others of the same owner and the same salt. An empty salt is none."""
-        return Tenant(salt=_digest(b"pando tenant", owner, _bytes(cache_salt or "")), owner=owner)
+        return Tenant(salt=_digest(b"pando tenant", self._salt, owner, _bytes(cache_salt or "")), owner=owner)
 
 
 class Public:

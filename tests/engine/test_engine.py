@@ -224,6 +224,16 @@ def test_pins_have_a_quota_and_an_owner() -> None:
     assert engine.stats().pages_pinned == 5
 
 
+def test_the_pin_of_a_turn_gives_way_to_that_of_the_next() -> None:
+    engine = tiny_engine(kv_cache_tokens=160)
+    asked = engine.pin(TRUNK[:4], Tenant(), 0, None)
+    for length in (10, 10, 19, 26):
+        ask(engine, TRUNK[:length])
+        engine.pin(TRUNK[:length], Tenant(), 0, 60, automatic=True)
+    other = engine.pin([1, 2, 3], Tenant(b"another"), 0, 60, automatic=True)
+    assert [pin.tokens for pin in engine.pins if pin is not other] == [asked.tokens, 26]
+
+
 def test_an_owner_sees_its_own_segments_and_the_public_ones() -> None:
     engine = tiny_engine()
     ask(engine, TRUNK[:8], tenant=PUBLIC)
@@ -270,6 +280,13 @@ def test_a_constrained_answer_says_what_it_may_and_stops_when_it_is_complete(tem
         assert "".join(event.text for event in said["bound", index]) == "yes!"
         assert said["bound", index][-1].finish_reason == "stop"
     assert tokens(said["free", 0]) == tokens(ask(tiny_engine(), TRUNK, 8)), "the others are free"
+
+
+def test_a_complete_answer_ends_before_min_tokens() -> None:
+    engine = tiny_engine()
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=10, ignore_eos=True)
+    said = run(engine, [Request("bound", TRUNK, params, constraint=lambda: Only([65, END]))])
+    assert tokens(said["bound", 0]) == [65, END]
 
 
 def test_cached_tokens_are_reported() -> None:
