@@ -1,0 +1,76 @@
+"""A picture of a load test."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidOption
+from .load import Run
+from .report import Spread, Summary, summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def check(file: Path) -> None:
+    """Whether a picture can be made, asked before anything is measured."""
+    if file.suffix.lower() not in SUFFIXES:
+        raise InvalidOption(f"--plot {file}: the name must end in {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InvalidOption("--plot needs matplotlib, which is not installed; pip install 'pando-llm[bench]'") from error
+
+
+def draw(runs: Sequence[Run], title: str, file: Path) -> None:
+    """One run: how its latencies are spread. Several: how they and the throughput follow the rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = list(figure.subplots(1, 3))
+    if len(runs) == 1:
+        _spread(axes, runs[0])
+    else:
+        _against_rate(axes, [summarise(run) for run in runs])
+    figure.suptitle(title)
+    figure.savefig(file)
+
+
+def _spread(axes: Sequence["Axes"], run: Run) -> None:
+    answered = [outcome for outcome in run.outcomes if outcome.failure is None]
+    panels = {
+        "time to first token, ms": [outcome.first for outcome in answered],
+        "time per output token, ms": [outcome.per_token for outcome in answered],
+        "end to end, ms": [outcome.total for outcome in answered],
+    }
+    for axis, (name, values) in zip(axes, panels.items(), strict=True):
+        found = sorted(value * 1e3 for value in values if value is not None)
+        axis.step(found, [100 * (i + 1) / len(found) for i in range(len(found))], where="post")
+        axis.set(xlabel=name, ylabel="% of answered requests", ylim=(0, 101))
+        axis.grid(alpha=0.3)
+
+
+def _against_rate(axes: Sequence["Axes"], found: Sequence[Summary]) -> None:
+    places, names = range(len(found)), [f"{summary.rate:g}" for summary in found]
+    _percentiles(axes[0], [summary.first for summary in found])
+    _percentiles(axes[1], [summary.per_token for summary in found])
+    axes[0].set(ylabel="time to first token, ms")
+    axes[1].set(ylabel="time per output token, ms")
+    axes[2].plot(places, [summary.output_per_second for summary in found], marker="o")
+    axes[2].set(ylabel="output tokens/s", ylim=(0, None))
+    for axis in axes:
+        axis.set(xlabel="requests/s offered")
+        axis.set_xticks(list(places), names)  # a step each, since rates are often doubled and one may be endless
+        axis.grid(alpha=0.3)
+
+
+def _percentiles(axis: "Axes", spreads: Sequence[Spread | None]) -> None:
+    there = [(place, spread) for place, spread in enumerate(spreads) if spread is not None]
+    places = [place for place, _ in there]
+    axis.plot(places, [spread.p50 * 1e3 for _, spread in there], marker="o", label="p50")
+    axis.plot(places, [spread.p90 * 1e3 for _, spread in there], marker="o", label="p90")
+    axis.plot(places, [spread.p99 * 1e3 for _, spread in there], marker="o", label="p99")
+    axis.set_ylim(bottom=0)
+    axis.legend()
