@@ -30,7 +30,11 @@ MAY_IMPORT = {
     "__init__": {"engine", "errors"},
     "__main__": {"cli"},
 }
-TORCH_FREE = ("kv.segment", "kv.tree", "kv.plan", "kv.pages", "engine.request", "engine.pins", "engine.scheduler", "config", "cli", "chat", "errors")
+TORCH_FREE = (
+    *("kv.segment", "kv.tree", "kv.plan", "kv.pages"),
+    *("engine.request", "engine.pins", "engine.scheduler"),
+    *("config", "cli", "chat", "errors"),
+)
 BRINGS_TORCH = {"torch", "triton", "transformers", "accelerate"}
 CORE = {"kernels", "kv", "model", "engine"}  # a GPU host without the other dependencies imports these
 CORE_DEPENDENCIES = {"torch", "numpy", "triton", "safetensors", "tokenizers"}

@@ -3,14 +3,20 @@
 import argparse
 import ast
 import doctest
+import io
+import json
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
+from typing import get_args
 
+import httpx
 import pytest
 
 from pando import __version__, cli
-from pando.config import EngineConfig, load, options
+from pando.config import EngineConfig, ServerConfig, load_server, options
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -32,6 +38,13 @@ def examples(language):
     return [pytest.param(text, id=f"{named(document)}:{line}") for document in DOCUMENTS for line, text in blocks(document, language)]
 
 
+def tables(text):
+    """Each table as its rows, and each row as its cells, without the marks of code; the first row is the head."""
+    found = re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE)
+    rows = [[[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
+    return [[row for row in table if not re.fullmatch("-+", row[0])] for table in rows]
+
+
 def flags(parser):
     """Every flag of a parser and of its commands."""
     found = set()
@@ -44,17 +57,26 @@ def flags(parser):
 
 
 def bench_flags():
-    """`pando bench` reads its own arguments: their names stand in its source."""
-    tree = ast.parse((ROOT / "pando" / "bench" / "foundation.py").read_text(encoding="utf-8"))
-    words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return {word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)}
+    """The benchmarks read their own arguments, and importing them needs what only they need: the flags are read from their source."""
+    found = set()
+    for file in (ROOT / "pando" / "bench").glob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+                given = {word.value for word in call.args if isinstance(word, ast.Constant)}
+                is_switch = any(isinstance(key.value, ast.Attribute) and key.value.attr == "BooleanOptionalAction" for key in call.keywords)
+                found |= given | ({flag.replace("--", "--no-", 1) for flag in given} if is_switch else set())
+    return found
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_relative_link_leads_somewhere(document):
     links = re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8"))
-    local = [link.split("#")[0] for link in links if not link.startswith(("http://", "https://", "#"))]
-    assert [link for link in local if not (document.parent / link).exists()] == []
+    local = [link.partition("#") for link in links if not link.startswith(("http://", "https://"))]
+    assert [path for path, _, _ in local if not (document.parent / path).exists()] == []
+    headings = {
+        path: sections((document.parent / path if path else document).read_text(encoding="utf-8")) for path, _, place in local if place
+    }
+    assert [place for path, _, place in local if place and place not in map(anchor, headings[path])] == []
 
 
 @pytest.mark.parametrize("text", examples("python"))
@@ -80,7 +102,7 @@ def test_console_examples_run(text):
 def test_configuration_examples_load(text, tmp_path):
     file = tmp_path / "pando.toml"
     file.write_text(text)
-    assert load({}, {}, file) != EngineConfig()
+    assert load_server({}, {}, file) != (EngineConfig(), ServerConfig())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
@@ -98,7 +120,7 @@ def test_every_make_target_named_exists(document):
     }
     assert named_targets <= targets
     if document.name == "README.md":
-        assert {"chat", "check", "test"} <= named_targets
+        assert {"serve", "check", "test"} <= named_targets
 
 
 def test_the_readme_and_ci_run_the_same_command():
@@ -114,14 +136,12 @@ def test_every_flag_named_exists(document):
         assert unknown == set(), line
 
 
-def test_the_quickstart_lists_every_engine_option_with_its_default():
-    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE))
-    written = {None: "auto", True: "true", False: "false", "": "empty"}
-    for option in options():
-        default = option.default
-        expected = written[default] if default is None or isinstance(default, bool) or default == "" else str(default)
-        assert rows.get(option.name, "missing").strip("`") == expected, option.name
+@pytest.mark.parametrize(("document", "config"), [("quickstart.md", EngineConfig), ("server.md", ServerConfig)])
+def test_every_option_is_listed_with_its_default(document, config):
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    told = {row[0]: row[1] for table in tables(text) if table[0][0] == "option" for row in table[1:]}
+    written = {"None": "auto", "True": "true", "False": "false", "": "empty", "()": "none"}
+    assert told == {option.name: written.get(str(option.default), str(option.default)) for option in options(config)}
 
 
 def test_the_version_is_said_once_and_the_readme_knows_it():
@@ -144,3 +164,236 @@ def test_every_dependency_is_pinned_to_one_version():
 def test_the_example_of_the_readme_answers_paris(text, capsys):
     exec(compile(text, "README.md", "exec"), {})
     assert "Paris" in capsys.readouterr().out
+
+
+# ---- the reference of the server
+
+
+SERVER = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+BESIDE = {"GET /docs", "GET /redoc", "GET /openapi.json"}  # routes that describe the others
+
+
+def sections(text):
+    """What stands under each heading, up to the next one."""
+    parts = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {heading.replace("`", ""): body for heading, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def column(text, head):
+    """The first cells of every table that is headed so; a cell may name several things."""
+    found = [row[0] for table in tables(text) if table[0][0] == head for row in table[1:]]
+    return {name for cell in found for name in cell.split(", ")}
+
+
+def fields(schema, known, path=""):
+    """Every field that a JSON schema allows, as documents write it, with its default; a mere container of fields has none of its own."""
+    if "$ref" in schema:
+        schema = known[schema["$ref"].rsplit("/", 1)[1]]
+    found = {}
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= fields(part, known, path)
+    if "items" in schema:
+        found |= fields(schema["items"], known, path + "[]")
+    for name, inner in schema.get("properties", {}).items():
+        place = f"{path}.{name}" if path else name
+        if not only_holds_fields(inner, known):
+            found[place] = "required" if name in schema.get("required", ()) else written(inner.get("default"))
+        found |= fields(inner, known, place)
+    return found
+
+
+def only_holds_fields(schema, known):
+    if "$ref" in schema:
+        schema = known[schema["$ref"].rsplit("/", 1)[1]]
+    forms = [form for form in (*schema.get("anyOf", ()), *schema.get("oneOf", ())) if form.get("type") != "null"]
+    if forms:
+        return all(only_holds_fields(form, known) for form in forms)
+    return "properties" in schema or ("items" in schema and only_holds_fields(schema["items"], known))
+
+
+def written(default):
+    return {"None": "none", "True": "true", "False": "false", "{}": "empty", "[]": "empty"}.get(
+        str(default), f"{default}".removesuffix(".0")
+    )
+
+
+@pytest.fixture(scope="module")
+def app():
+    from pando.server.app import make_app
+    from pando.server.journal import Journal
+    from pando.server.service import Service
+    from pando.server.tenants import Tenants
+    from pando.server.tracing import Tracing
+
+    service = Service(EngineConfig(), ServerConfig())
+    yield make_app(service, Tenants(()), Journal(io.StringIO()), Tracing())
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def bodies(app):
+    """The fields of each route: what it takes, and what it gives."""
+    schema = app.openapi()
+    known = schema["components"]["schemas"]
+    found = {}
+    for path, methods in schema["paths"].items():
+        for method, route in methods.items():
+            taken = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            given = route["responses"]["200"].get("content", {}).get("application/json", {}).get("schema", {})
+            found[f"{method.upper()} {path}"] = fields(taken, known), fields(given, known)
+    return found
+
+
+def told(heading):
+    """The fields that a section tells of, and those that it leaves to sections it links to: with a default where it is one of a request."""
+    parts = sections(SERVER)
+    linked = [name for name in parts if f"(#{anchor(name)})" in parts[heading]]
+    found = [table for name in (heading, *linked) for table in tables(parts[name]) if table[0][0] == "field"]
+    taken = {row[0]: row[1] for table in found if table[0][1] == "default" for row in table[1:]}
+    given = {name for table in found if table[0][1] == "meaning" for row in table[1:] for name in row[0].split(", ")}
+    return taken, given
+
+
+def test_the_server_document_lists_every_route(app, bodies):
+    methods = [(method, route.path.replace(":path", "")) for route in app.routes for method in route.methods - {"HEAD"}]
+    routes = {f"{method} {path}" for method, path in methods if not path.startswith("/docs/")}  # a page that only /docs needs
+    assert routes == set(bodies) | BESIDE
+    assert column(SERVER, "route") == routes
+    assert set(bodies) <= set(sections(SERVER))
+
+
+def test_the_server_document_names_no_route_that_does_not_exist(bodies):
+    named_routes = set(re.findall(r"(?:GET|POST|PUT|DELETE) (/[\w/{}.]+)", SERVER)) | set(re.findall(r"127\.0\.0\.1:8000(/[\w/]+)", SERVER))
+    known = {route.split(" ")[1] for route in set(bodies) | BESIDE}
+    assert named_routes - known <= {"/v1"}  # the address that clients are given
+    assert len(named_routes) > 10
+
+
+def test_the_server_document_tells_every_field_of_every_request_with_its_default(bodies):
+    for route, (taken, _) in bodies.items():
+        found = told(route)[0]
+        assert {name: found.get(name, "missing") for name in taken} == taken, route
+
+
+def test_the_server_document_tells_every_field_of_every_answer(bodies):
+    for route, (_, given) in bodies.items():
+        assert set(given) - told(route)[1] == set(), route
+
+
+def test_the_server_document_tells_no_field_that_does_not_exist(bodies):
+    from pando.server.replies import ChatChunk
+
+    streamed = fields(*chunk(ChatChunk))
+    parts = sections(SERVER)
+    for heading, body in parts.items():
+        rows = column(body, "field")
+        users = [names for route, names in bodies.items() if route == heading or f"(#{anchor(heading)})" in parts[route]]
+        known = {name for pair in users for names in pair for name in names} | set(streamed)
+        containers = {name[: dot.start()] for name in known for dot in re.finditer(r"\.|\[\]", name)}
+        assert rows - known - containers == set(), heading
+
+
+def test_the_server_document_tells_every_field_of_a_streamed_chat(bodies):
+    from pando.server.replies import ChatChunk
+
+    names = set(fields(*chunk(ChatChunk)))
+    assert names - column(sections(SERVER)["Streaming"], "field") - told("POST /v1/chat/completions")[1] == set()
+    assert "choices[].delta.content" in names
+
+
+def chunk(kind):
+    from pydantic import TypeAdapter
+
+    schema = TypeAdapter(kind).json_schema()
+    return schema, schema["$defs"]
+
+
+def test_the_server_document_lists_every_reason_kind_and_outcome():
+    from pando.engine.request import MissReason
+    from pando.server.history import DriftKind
+    from pando.server.metrics import Outcome
+
+    assert column(SERVER, "reason") == set(get_args(MissReason))
+    assert column(SERVER, "drift") == set(get_args(DriftKind))
+    assert column(SERVER, "outcome") == {*get_args(Outcome), "refused"}
+
+
+def test_the_server_document_lists_every_metric():
+    from pando.engine.engine import Stats
+    from pando.server.metrics import Metrics
+
+    names = set(Metrics("tiny", Stats, "vllm").names())
+    assert column(SERVER, "metric") == names
+    assert set(re.findall(r"`((?:pando_|process_|vllm:)[a-z_]+)`", SERVER)) <= names
+
+
+def test_the_server_document_lists_every_status():
+    from pando.server.app import FAILURES
+
+    assert {str(status) for status in FAILURES} <= column(SERVER, "status")
+
+
+def test_the_server_document_lists_what_is_refused_by_name():
+    from pando.server.wire import ChatBody, CompletionBody
+
+    [refused] = re.findall(r"\*\*Refused with 422\*\*(.*?)\n\n", SERVER, re.DOTALL)
+    assert {*ChatBody.refused, *CompletionBody.refused} <= set(re.findall(r"`(\w+)`", refused))
+
+
+def test_the_server_document_knows_the_limits():
+    from pando.engine import request
+    from pando.server import limits
+
+    shown = sections(SERVER)["Limits"]
+    for name in sorted({*vars(limits), *vars(request)}):
+        if name.startswith("MAX_") and name not in ("MAX_INT32", "MAX_TTL_SECONDS", "MAX_LOGPROBS"):
+            value = getattr(limits, name, None) or getattr(request, name)
+            size = f"{value >> 20} Mi" if not value % 2**20 else f"{value >> 10} Ki" if value >= 2**14 else str(value)
+            assert re.search(rf"\b{size}", shown), name
+    assert f"{limits.MAX_TTL_SECONDS // 86400} days" in shown
+
+
+@pytest.fixture(scope="module")
+def server():
+    from .server.live import live
+
+    with live(served_model_name=EngineConfig().model, log_prompts=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def address(server):
+    return server.url
+
+
+def test_the_server_document_tells_every_field_of_a_line_of_the_log(server):
+    httpx.post(server.url + "/v1/completions", json={"prompt": "Hello", "max_tokens": 2}).raise_for_status()
+    server.settle()
+    lines = [json.loads(line) for line in server.log.getvalue().splitlines()]
+    [line] = [line for line in lines if line["event"] == "request" and line.get("prompt") == "Hello"]
+    assert column(SERVER, "field of the line") == set(line)
+
+
+@pytest.mark.parametrize(
+    "text", [*examples("sh"), pytest.param("\n".join(re.findall(r"^    (curl .*|  .*)$", README, re.M)), id="README.md")]
+)
+def test_shell_examples_of_the_server_answer(text, address):
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    assert "curl" in text
+    script = text.replace("http://127.0.0.1:8000", address).replace("curl ", "curl --no-progress-meter --fail-with-body ")
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"choices"' in done.stdout or '"segments"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, id=f"server.md:{line}") for line, text in blocks(ROOT / "docs" / "server.md", "python")]
+)
+def test_python_examples_of_the_server_answer(text, address, capsys):
+    exec(compile(text.replace("http://127.0.0.1:8000", address), "server.md", "exec"), {})
+    assert re.search(r"^\d+ (None|\{'reason')", capsys.readouterr().out, re.MULTILINE)

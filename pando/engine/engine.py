@@ -191,7 +191,7 @@ class Engine:
         for row, event in zip(chosen, events, strict=True):
             if event.finish_reason is not None:
                 self._end(row)
-            if event.finish_reason == "error":
+            if event.finish_reason == "error" and not _bends_logits(row):  # else it may be its own fault, and not that of the states
                 self.clear_cache()  # its states are no numbers, and the good ones before them were computed beside them
         return events
 
@@ -229,6 +229,8 @@ class Engine:
 
     def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None, *, automatic: bool = False) -> Pin:
         """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned."""
+        if not self.scheduler.reuse:
+            raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
         self.expire_pins()
         now, keys, lineage = self.scheduler.clock(), list[Key](), self._lineage(tenant, public)
         extend_keys(keys, lineage, tokens, self.pages.page_size)
@@ -282,6 +284,12 @@ class Engine:
                 f"raise kv_cache_tokens to at least {last}, or lower max_tokens"
             )
         return last
+
+
+def _bends_logits(row: Row) -> bool:
+    params = row.params
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return row.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0)
 
 
 def _score(row: Row, count: int, logits: Tensor) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from .engine import Engine, StepFacts
@@ -20,7 +21,7 @@ FRESH = 0.25  # seconds for which the numbers of `stats` may stand while the eng
 
 
 class EngineLoop:
-    """`deliver` gets the tokens of a step, `give_up` the requests that no step could answer, `observe` how long a step took; all of them are
+    """`deliver` gets the tokens of a step, `give_up` the requests that no step could answer, `observe` how long a step took; all are
     called in the engine's thread and must not wait."""
 
     def __init__(
@@ -34,7 +35,7 @@ class EngineLoop:
         self._deliver, self._give_up, self._observe = deliver, give_up, observe
         self._posted: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = self._ended = False
         self._failures = 0
         self.stats = engine.stats()
         self._counted = 0.0
@@ -73,22 +74,30 @@ class EngineLoop:
 
         self._posted.append((future, run))
         self._wake.set()
-        if self._stopping and not self.alive:
+        if self._ended:  # looked at after posting: either this thread or the engine's sees what was posted last
             self._drop_posted()
         return future
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._wake.clear()
-            while self._posted:
-                self._posted.popleft()[1]()
-            if self._engine.has_work:
-                self._step()
-            elif not self._posted and not self._stopping:
-                self.stats = self._engine.stats()
-                self._wake.wait(IDLE)
-                self._engine.expire_pins()
-        self._drop_posted()
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._ended = True
+            self._drop_posted()
+            if not self._stopping:  # an error that is ours ended it: whoever waits must not wait for ever
+                self._give_up_all()
+
+    def _turn(self) -> None:
+        self._wake.clear()
+        while self._posted:
+            self._posted.popleft()[1]()
+        if self._engine.has_work:
+            self._step()
+        elif not self._posted and not self._stopping:
+            self.stats = self._engine.stats()
+            self._wake.wait(IDLE)
+            self._engine.expire_pins()
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -99,20 +108,25 @@ class EngineLoop:
             self._failures += 1
             log.exception("a step failed; its requests begin again from their tokens")
             if self._failures >= FAILURES:
-                lost = list(dict.fromkeys(row.request_id for row in self._engine.answers))
-                for request_id in lost:
-                    self._engine.cancel(request_id)
-                self._give_up(lost)
+                self._give_up_all()
             return
         self._failures = 0
-        if events:
+        if events and not self._stopping:  # whoever stopped it may have gone already
             self._deliver(events)
         now = time.perf_counter()
         self._observe(now - start, self._engine.facts)
         if now - self._counted > FRESH:
             self.stats, self._counted = self._engine.stats(), now
 
+    def _give_up_all(self) -> None:
+        self._failures = 0
+        lost = list(dict.fromkeys(row.request_id for row in self._engine.answers))
+        for request_id in lost:
+            self._engine.cancel(request_id)
+        self._give_up(lost)
+
     def _drop_posted(self) -> None:
         """Whoever waits for an answer must learn that there will be none."""
-        while self._posted:
-            self._posted.popleft()[0].cancel()
+        with suppress(IndexError):  # others may drop them at the same time
+            while True:
+                self._posted.popleft()[0].cancel()

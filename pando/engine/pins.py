@@ -1,6 +1,6 @@
 """What must stay: runs of the tree that somebody asked to keep, for how long, and how much of the pool they may take."""
 
-import itertools
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,7 +27,6 @@ class Pins:
         self.quota = quota  # pages
         self._tree = tree
         self._pins: dict[str, Pin] = {}
-        self._ids = (f"pin-{number}" for number in itertools.count(1))
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
@@ -51,7 +50,7 @@ class Pins:
             )
         for stem in stems:
             self._tree.pin(stem)
-        pin = Pin(next(self._ids), tenant, match.length, pages, until, stems, automatic)
+        pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, match.length, pages, until, stems, automatic)
         self._pins[pin.pin_id] = pin
         return pin
 

@@ -17,6 +17,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ class SamplingParams:
             raise InvalidSampling("top_p is 0, which leaves no token; use a value in (0, 1], or temperature=0 for the likeliest token")
         _whole("top_k", self.top_k, -1, 2**31 - 1)
         _real("min_p", self.min_p, 0, 1)
-        if not 0 < _real("repetition_penalty", self.repetition_penalty, 0, 100):
-            raise InvalidSampling("repetition_penalty is 0; use a value above 0, where 1 means no penalty")
+        _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100)
         _real("presence_penalty", self.presence_penalty, -2, 2)
         _real("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:

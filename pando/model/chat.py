@@ -29,7 +29,17 @@ def render(
     variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
         return _compiled(template).render({**names, **variables})
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RecursionError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        IndexError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         advice = "check the roles and their order, or give another template"
         raise InvalidPrompt(f"the chat template refuses this conversation: {error}; {advice}") from error
 

@@ -1,7 +1,8 @@
 """From tokens to bodies: the answers of one request, whole or piece by piece, and the account of what was reused for them."""
 
+import codecs
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal
 
 from ..engine.pins import Pin
@@ -14,8 +15,8 @@ from .prompts import Asked, Prompt
 from .replies import (
     Call,
     CallDelta,
+    ChatChunk,
     ChatCompletion,
-    ChatDeltaChoice,
     ChatFinish,
     Delta,
     Envelope,
@@ -52,7 +53,7 @@ class Account:
         self.reuse: dict[int, Reuse] = {}  # by prompt
         self.tokens: dict[tuple[int, int], int] = {}  # generated, by prompt and answer
         self.pin: PinReply | None = None
-        self._first: dict[tuple[int, int], float] = {}
+        self._open: dict[tuple[int, int], tuple[float, float]] = {}  # when an answer that has not ended got its first token, and its last
         self._waited = 0.0
 
     def take(self, place: int, event: TokenEvent) -> None:
@@ -69,9 +70,18 @@ class Account:
                 event.num_prompt_tokens - event.reuse.device, device=event.reuse.device, miss=None if miss is None else miss.reason
             )
         self.tokens[answer] = self.tokens.get(answer, 0) + 1
-        begun = self._first.setdefault(answer, now)
+        self._open[answer] = self._open.get(answer, (now, now))[0], now
         if event.finish_reason is not None:
-            self._metrics.answer(self.tokens[answer], now - begun)
+            self._end(answer)
+
+    def close(self) -> None:
+        """Counts what was answered before the client left or the request was given up."""
+        for answer in list(self._open):
+            self._end(answer)
+
+    def _end(self, answer: tuple[int, int]) -> None:
+        first, last = self._open.pop(answer)
+        self._metrics.answer(self.tokens[answer], last - first)
 
     def hold(self, pin: Pin | None, ttl: float) -> None:
         if pin is not None:
@@ -118,13 +128,16 @@ def _miss(prompt: Prompt, reuse: Reuse) -> MissReport:
 class _Answer:
     """One answer so far."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, ends: Container[int]) -> None:
+        """`ends`: the tokens by which the model itself ends an answer."""
+        self._ends, self._one_call = ends, asked.one_call
         self.stream = Stream(asked.form) if asked.form is not None else None
         self.text = ""
         self.tokens: list[int] = []
         self.scored: list[Scored] = []
         self.calls: list[Call] = []
         self.begun = False
+        self._placed, self._read = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, event: TokenEvent) -> tuple[Piece, list[Scored]]:
         """What became clear with a token, and its logprob where that was asked for."""
@@ -135,28 +148,39 @@ class _Answer:
             piece = self.stream.feed(text)
             rest = self.stream.finish() if event.finish_reason is not None else Piece()
             text, calls = piece.text + rest.text, piece.calls + rest.calls
+            if self._one_call:
+                calls = calls[: 1 - len(self.calls)]
         self.text += text
         self.calls += [call(each.id, each.name, each.arguments) for each in calls]
-        is_end = event.finish_reason == "stop" and event.stop_reason is None and not event.text
+        is_end = event.finish_reason == "stop" and event.stop_reason is None and event.token in self._ends
         new = [Scored.chosen(event.token, event.logprobs)] if event.logprobs is not None and not is_end else []
         self.scored += new
         return Piece(text, calls), new
+
+    def place(self, scored: Sequence[Scored], spell: Spell) -> int:
+        """How many characters stand before the next of these tokens: not those passed on so far, of which some may be held back."""
+        start = self._placed
+        self._placed += sum(len(self._read.decode(spell(one.token))) for one in scored)
+        return start
 
     def finish(self, reason: str) -> ChatFinish:
         return "tool_calls" if self.calls else "length" if reason == "length" else "stop"
 
 
 class ChatAnswers:
-    def __init__(self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, *, top: int, tells_tokens: bool) -> None:
+    def __init__(
+        self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, ends: Container[int], *, top: int, tells_tokens: bool
+    ) -> None:
         self.account = account
         self._asked, self._envelope, self._spell, self._top, self._tells_tokens = asked, envelope, spell, top, tells_tokens
-        self.answers = [_Answer(asked) for _ in range(asked.params.n)]
+        self.answers = [_Answer(asked, ends) for _ in range(asked.params.n)]
         self._reasons: list[ChatFinish] = ["stop"] * asked.params.n
 
-    def take(self, events: Sequence[tuple[int, TokenEvent]]) -> list[ChatDeltaChoice]:
-        """The pieces that a stream passes on."""
-        deltas: list[ChatDeltaChoice] = []
+    def take(self, events: Sequence[tuple[int, TokenEvent]]) -> list[ChatChunk]:
+        """The events that a stream sends: one for each token that brings something."""
+        sent = []
         for place, event in events:
+            prompt = self._asked.prompts[0].tokens if self._tells_tokens and not self.account.tokens else None
             self.account.take(place, event)
             answer = self.answers[event.index]
             piece, scored = answer.take(event)
@@ -171,8 +195,9 @@ class ChatAnswers:
             finish = self._reasons[event.index] if event.finish_reason is not None else None
             if delta or scored or finish or self._tells_tokens:
                 logprobs = chat_logprobs(scored, self._top, self._spell) if scored else None
-                deltas.append(chat_delta(event.index, delta, finish, logprobs, [event.token] if self._tells_tokens else None))
-        return deltas
+                choice = chat_delta(event.index, delta, finish, logprobs, [event.token] if self._tells_tokens else None)
+                sent.append(self._envelope.chat_chunk([choice], prompt_token_ids=prompt))
+        return sent
 
     def whole(self) -> ChatCompletion:
         wanted = self._asked.params.logprobs is not None
@@ -207,12 +232,20 @@ def _call_delta(index: int, call_id: str, name: str, arguments: str) -> CallDelt
 
 class TextAnswers:
     def __init__(
-        self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, *, echoes: Sequence[str], tells_tokens: bool
+        self,
+        asked: Asked,
+        envelope: Envelope,
+        account: Account,
+        spell: Spell,
+        ends: Container[int],
+        *,
+        echoes: Sequence[str],
+        tells_tokens: bool,
     ) -> None:
         """`echoes`: a prompt's text for each, or none."""
         self.account = account
         self._asked, self._envelope, self._spell, self._echoes, self._tells_tokens = asked, envelope, spell, echoes, tells_tokens
-        self.answers = [_Answer(asked) for _ in range(asked.params.n * len(asked.prompts))]
+        self.answers = [_Answer(asked, ends) for _ in range(asked.params.n * len(asked.prompts))]
         self._reasons: list[TextFinish] = ["stop"] * len(self.answers)
 
     def take(self, events: Sequence[tuple[int, TokenEvent]]) -> list[TextCompletion]:
@@ -222,7 +255,7 @@ class TextAnswers:
             self.account.take(place, event)
             index = place * self._asked.params.n + event.index
             answer = self.answers[index]
-            start, first = len(answer.text), not answer.tokens
+            first = not answer.tokens
             if first:
                 self._begin(answer, place, event)
             piece, scored = answer.take(event)
@@ -232,7 +265,7 @@ class TextAnswers:
                 self._reasons[index] = "length" if event.finish_reason == "length" else "stop"
             finish = self._reasons[index] if event.finish_reason is not None else None
             if said or scored or finish or self._tells_tokens:
-                logprobs = text_logprobs(scored, self._spell, 0 if first else start) if scored else None
+                logprobs = text_logprobs(scored, self._spell, answer.place(scored, self._spell)) if scored else None
                 prompt = self._asked.prompts[place].tokens if first and self._tells_tokens else None
                 tokens = [event.token] if self._tells_tokens else None
                 sent.append(self._envelope.text([text_choice(index, said, finish, logprobs, tokens, prompt)]))

@@ -19,11 +19,11 @@ from .. import __version__
 from ..engine.request import Tenant
 from ..errors import InputError, PandoError, PromptTooLong, QuotaExceeded
 from .answers import Account, ChatAnswers, TextAnswers
-from .exchange import Exchange
+from .exchange import Exchange, gone, unless_gone
 from .failures import FailureBody, failure, from_validation
 from .gate import Gate
 from .journal import Journal
-from .prompts import Asked
+from .prompts import Asked, Prompt
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
 from .service import Busy, Lost, NotReady, Service, TimedOut
 from .tenants import Tenants
@@ -64,6 +64,7 @@ class _Request(Request):
     async def json(self) -> Any:
         """Parses a long body in another thread: while it is parsed, others get their tokens."""
         body = await self.body()
+        self.state.arrived = time.perf_counter()
         return json.loads(body) if len(body) < LARGE else await run_in_threadpool(json.loads, body)
 
 
@@ -79,7 +80,7 @@ class _Route(APIRoute):
 
 def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Tracing) -> FastAPI:
     config = service.config
-    gate = Middleware(Gate, tenants=tenants, journal=journal, max_body=config.max_body_mib << 20)
+    gate = Middleware(Gate, tenants=tenants, journal=journal, max_body=config.max_body_mib << 20, refused=service.metrics.refused)
     cors = [Middleware(CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])]
     app = FastAPI(
         title="Pando",
@@ -123,7 +124,7 @@ class _Routes:
         """Answers a conversation."""
         tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
         self._check(body.model)
-        asked = await self.service.beside(lambda: self.service.prompts.chat(body, tenant, session))
+        asked = await self.service.prepare(lambda prompts: prompts.chat(body, tenant, session))
         envelope = Envelope(chat_id(), int(time.time()), self.service.name, body.include_usage)
         return await self._answer(request, "chat", body, asked, envelope, tenant, session)
 
@@ -131,7 +132,7 @@ class _Routes:
         """Goes on after a prompt, or after each of several."""
         tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
         self._check(body.model)
-        asked = await self.service.beside(lambda: self.service.prompts.completion(body))
+        asked = await self.service.prepare(lambda prompts: prompts.completion(body))
         envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
         return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
 
@@ -147,15 +148,16 @@ class _Routes:
     ) -> Response:
         service, name = self.service, request.state.request_id
         ticket = await service.open(name, asked, tenant)
+        ticket.arrived = request.state.arrived  # before it was parsed and tokenised
         account = Account(ticket, session, service.metrics)
         answers: ChatAnswers | TextAnswers
         if isinstance(body, ChatBody):
             top = body.top_logprobs or 0
-            answers = ChatAnswers(asked, envelope, account, service.spell, top=top, tells_tokens=body.return_token_ids)
+            answers = ChatAnswers(asked, envelope, account, service.spell, service.eos, top=top, tells_tokens=body.return_token_ids)
         else:
             wanted = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
             echoes = [service.prompts.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in wanted]
-            answers = TextAnswers(asked, envelope, account, service.spell, echoes=echoes, tells_tokens=body.return_token_ids)
+            answers = TextAnswers(asked, envelope, account, service.spell, service.eos, echoes=echoes, tells_tokens=body.return_token_ids)
         exchange = Exchange(
             service,
             ticket,
@@ -185,7 +187,7 @@ class _Routes:
     async def tokenize(self, body: TokenizeBody) -> Response:
         """The tokens of a text, or of a conversation as the chat template writes it."""
         self._check(body.model)
-        tokens = await self.service.beside(lambda: self.service.prompts.tokenize(body))
+        tokens = await self.service.prepare(lambda prompts: prompts.tokenize(body))
         return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
@@ -193,7 +195,7 @@ class _Routes:
         self._check(body.model)
         if wrong := next((token for token in body.tokens if token >= self.service.vocab_size), None):
             raise HTTPException(400, f"{wrong} is no token of this model; tokens are whole numbers from 0 to {self.service.vocab_size - 1}")
-        return _json(DetokenizeReply(prompt=await self.service.beside(lambda: self.service.prompts.decode(body.tokens))))
+        return _json(DetokenizeReply(prompt=await self.service.prepare(lambda prompts: prompts.decode(body.tokens))))
 
     # ---- the cache
 
@@ -209,21 +211,25 @@ class _Routes:
         """Computes a prompt now, so that requests that begin with it need not; with a ttl it is pinned for that long."""
         tenant = self._who(request, body.cache_salt)
         self._check(body.model)
-        prompt = await self.service.beside(lambda: self.service.prompts.warm(body))
-        cached = await self.service.compute(request.state.request_id, prompt, tenant)
-        if body.ttl is not None:
-            await self.service.pin(prompt.tokens, tenant, prompt.public, body.ttl)
-        return _json(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached))
+        prompt = await self.service.prepare(lambda prompts: prompts.warm(body))
+        cached = await unless_gone(request, self.service.compute(request.state.request_id, prompt, tenant))
+        if cached is None:
+            return gone()
+        pin = await self._pin(prompt, tenant, body.ttl) if body.ttl is not None else None
+        return _json(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached, pin=pin))
 
     async def pin(self, request: Request, body: PinBody) -> Response:
         """Computes a prompt if it is not cached, and keeps it until it is unpinned or its ttl is over."""
         tenant = self._who(request, body.cache_salt)
         self._check(body.model)
-        prompt = await self.service.beside(lambda: self.service.prompts.warm(body))
-        await self.service.compute(request.state.request_id, prompt, tenant)
-        pin = await self.service.pin(prompt.tokens, tenant, prompt.public, body.ttl)
-        expires = None if body.ttl is None else int(time.time()) + body.ttl
-        return _json(PinReply(id=pin.pin_id, tokens=pin.tokens, expires_at=expires))
+        prompt = await self.service.prepare(lambda prompts: prompts.warm(body))
+        if await unless_gone(request, self.service.compute(request.state.request_id, prompt, tenant)) is None:
+            return gone()
+        return _json(await self._pin(prompt, tenant, body.ttl))
+
+    async def _pin(self, prompt: Prompt, tenant: Tenant, ttl: int | None) -> PinReply:
+        pin = await self.service.pin(prompt.tokens, tenant, prompt.public, ttl)
+        return PinReply(id=pin.pin_id, tokens=pin.tokens, expires_at=None if ttl is None else int(time.time()) + ttl)
 
     async def unpin(self, request: Request, body: UnpinBody) -> Response:
         """Lets go of what was pinned; it stays cached until its pages are needed."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,9 +14,11 @@ from ..errors import PandoError
 from .answers import Account, ChatAnswers, TextAnswers
 from .failures import failure
 from .journal import Journal
-from .replies import DONE, Envelope, encode, event
+from .replies import DONE, ChatCompletion, Envelope, TextCompletion, encode, event
 from .service import Service, Ticket
 from .tracing import RequestSpan
+
+T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
@@ -59,20 +61,13 @@ class Exchange:
 
     async def whole(self, request: Request) -> Response:
         """The whole answer at once, unless the client leaves before."""
-        gone = asyncio.ensure_future(_leaves(request))
-        read = asyncio.ensure_future(self._read())
         try:
-            await asyncio.wait({gone, read}, return_when=asyncio.FIRST_COMPLETED)
-            if not read.done():
-                return Response(status_code=499)  # nobody reads it
-            await read
-            return Response(encode(self._answers.whole()), media_type="application/json")
+            reply = await unless_gone(request, self._read())
+            return gone() if reply is None else Response(encode(reply), media_type="application/json")
         finally:
-            gone.cancel()
-            read.cancel()
             self._close()
 
-    async def _read(self) -> None:
+    async def _read(self) -> ChatCompletion | TextCompletion:
         try:
             async for batch in self._ticket.batches():
                 self._first_token()
@@ -81,6 +76,7 @@ class Exchange:
         except PandoError as error:
             self._error = error
             raise
+        return self._answers.whole()
 
     def stream(self) -> EventStream:
         return EventStream(self._events(), self._close)
@@ -91,8 +87,7 @@ class Exchange:
             async for batch in self._ticket.batches():
                 self._first_token()
                 last = not self._ticket.open_answers
-                pieces: list[Any] = [envelope.chat_chunk([one]) for one in answers.take(batch)] if isinstance(answers, ChatAnswers) else []
-                pieces += answers.take(batch) if isinstance(answers, TextAnswers) else []
+                pieces = answers.take(batch)
                 if last:
                     await self._settle()
                     if pieces and not envelope.tells_usage:
@@ -127,6 +122,7 @@ class Exchange:
             return
         self._closed = True
         self._service.close(self._ticket)
+        self._account.close()
         used, report = self._account.usage(), self._account.report()
         miss = report["miss"]
         outcome = self._ticket.outcome
@@ -152,6 +148,22 @@ class Exchange:
             prompt=self._ticket.asked.prompts[0].text,
             answer=self._answers.answers[0].text,
         )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """What the work brings; None where the client leaves before: the work is cancelled."""
+    leaving, doing = asyncio.ensure_future(_leaves(request)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({leaving, doing}, return_when=asyncio.FIRST_COMPLETED)
+        return await doing if doing.done() else None
+    finally:
+        leaving.cancel()
+        doing.cancel()
+
+
+def gone() -> Response:
+    """For the log alone: nobody reads it."""
+    return Response(status_code=499)
 
 
 async def _leaves(request: Request) -> None:

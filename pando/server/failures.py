@@ -36,6 +36,12 @@ REPHRASED = {
     "missing": "This field is required",
 }
 
+PLAINER = {  # what the libraries below say, as a client can use it
+    "There was an error parsing the body": "the body cannot be read as JSON: it must be UTF-8, with numbers of a sane length, and "
+    "not nested without end",
+    "Method Not Allowed": "this path does not know the method; /docs lists what there is",
+}
+
 
 class Failure(TypedDict):
     message: str
@@ -50,7 +56,8 @@ class FailureBody(TypedDict):
 
 def failure(status: int, message: str, param: str | None = None, code: str | None = None) -> FailureBody:
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": _sound(message, MAX_MESSAGE_CHARS), "type": kind, "param": param, "code": code or CODES.get(status)}}
+    message = _sound(PLAINER.get(message, message), MAX_MESSAGE_CHARS)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:

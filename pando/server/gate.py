@@ -1,5 +1,9 @@
 """What every request passes first: it gets an id, shows its key, and may not be larger than allowed."""
 
+import asyncio
+import re
+from collections.abc import Callable
+
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -10,12 +14,14 @@ from .replies import encode
 from .tenants import Tenants
 
 OPEN = frozenset({"/health"})  # whoever watches over the process has no key
+JSON = re.compile(r"application/(.+\+)?json\s*(;|$)")
 DRAINED = 2**28  # bytes of a refused body that are read and thrown away, so that the client gets to read the refusal
+DRAINING = 30.0  # seconds that this may take
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, tenants: Tenants, journal: Journal, max_body: int) -> None:
-        self._app, self._tenants, self._journal, self._max_body = app, tenants, journal, max_body
+    def __init__(self, app: ASGIApp, tenants: Tenants, journal: Journal, max_body: int, refused: Callable[[int], None]) -> None:
+        self._app, self._tenants, self._journal, self._max_body, self._refused = app, tenants, journal, max_body, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,21 +41,33 @@ class Gate:
         owner = self._tenants.recognise(headers.get("authorization"))
         scope.setdefault("state", {})["request_id"] = name
         scope["state"]["owner"] = owner
-        if owner is None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-            text = "no valid API key was given; send the header Authorization: Bearer KEY"
-            await _refuse(401, text, receive, answer, [(b"www-authenticate", b"Bearer")])
+        if (objection := self._objection(scope, headers, owner)) is not None:
+            if "expect" not in headers:  # a client that asks before it sends a body need not send it
+                await _discard(receive)
+            await self._refuse(*objection, answer)
             return
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body:
-            await _refuse(413, self._too_large(), receive, answer)
-            return
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # the server below leaves out the body
         try:
-            await self._app(scope, self._counted(receive), answer)
+            await self._app(asked, self._counted(receive), answer)
+        except asyncio.CancelledError:  # running requests had their time to end
+            if not begun:
+                await self._refuse(503, "the server has stopped; ask another one", answer)
         except Exception as error:
             self._journal.error("a request failed", name, path=scope["path"], exception=error)
             if begun:
                 raise  # the answer is half sent: only closing the connection tells the client
-            await _refuse(500, f"something is wrong on the server; its log has more under {name}", receive, answer)
+            await self._refuse(500, f"something is wrong on the server; its log has more under {name}", answer)
+
+    def _objection(self, scope: Scope, headers: Headers, owner: bytes | None) -> tuple[int, str] | None:
+        """What the head of a request is refused for."""
+        if owner is None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            return 401, "no valid API key was given; send the header Authorization: Bearer KEY"
+        length, kind = headers.get("content-length", "0"), headers.get("content-type")
+        if length.isdecimal() and int(length) > self._max_body:
+            return 413, self._too_large()
+        if kind is not None and scope["method"] == "POST" and not JSON.match(kind.lower()):
+            return 400, f"the body is sent as {kind[:80]!r}; send JSON, and the header Content-Type: application/json"
+        return None
 
     def _counted(self, receive: Receive) -> Receive:
         taken = 0
@@ -59,23 +77,35 @@ class Gate:
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > self._max_body:
-                raise HTTPException(413, self._too_large())
+                if message.get("more_body"):
+                    await _discard(receive)
+                raise HTTPException(413, self._too_large(), {"connection": "close"})
             return message
 
         return counted
+
+    async def _refuse(self, status: int, text: str, send: Send) -> None:
+        self._refused(status)
+        body = encode(failure(status, text))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     def _too_large(self) -> str:
         return f"the body is larger than the {self._max_body >> 20} MiB that are allowed; send less, or raise --max-body-mib"
 
 
-async def _refuse(status: int, text: str, receive: Receive, send: Send, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+async def _discard(receive: Receive) -> None:
+    """Closing a connection on a client that still sends resets it, and the client never reads why."""
     left = DRAINED
-    while left > 0:
-        message = await receive()
-        left -= len(message.get("body", b"")) + 1
-        if message["type"] == "http.disconnect" or not message.get("more_body"):
-            break
-    body = encode(failure(status, text))
-    given = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": status, "headers": [*given, *(headers or ())]})
-    await send({"type": "http.response.body", "body": body})
+    try:
+        async with asyncio.timeout(DRAINING):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b"")) + 1
+                if not message.get("more_body"):  # nor does a client that has left send more
+                    return
+    except TimeoutError:
+        return

@@ -107,6 +107,7 @@ def logging_config(journal: Journal) -> dict[str, object]:
         "disable_existing_loggers": False,
         "handlers": {"journal": {"()": lambda: Intake(journal)}},
         "loggers": {
+            "pando": {**heard, "propagate": True},  # whoever embeds the server hears it, too
             "uvicorn": heard,
             "asyncio": heard,
             "opentelemetry": heard,

@@ -34,6 +34,7 @@ class Asked:
     params: SamplingParams
     constraint: Callable[[], Constraint] | None = None
     form: tools.Form | None = None  # how calls are found in the answer
+    one_call: bool = False  # and no more of them are wanted
     score: bool = False
     messages: Sequence[Plain] = ()
 
@@ -59,7 +60,7 @@ class Prompts:
         drift = self._history.explain(tenant.salt, messages, prompt.tokens, session)
         if drift is not None and drift.message is None:
             drift = replace(drift, message=prompt.message_of(drift.token))
-        return Asked([replace(prompt, drift=drift)], params, constraint, form, messages=messages)
+        return Asked([replace(prompt, drift=drift)], params, constraint, form, not body.parallel_tool_calls, messages=messages)
 
     def completion(self, body: CompletionBody) -> Asked:
         prompts = [self._plain(prompt) for prompt in body.prompts()]

@@ -14,12 +14,12 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from ..engine.request import MissReason
+from .history import DriftKind
 from .logprobs import ChatLogprobs, TextLogprobs
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
 TextFinish = Literal["stop", "length"]
 ReuseKind = Literal["exact", "modular", "truncated", "none"]
-DriftKind = Literal["template_rewrote_history", "answer_retokenised", "history_changed"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -63,7 +63,7 @@ class MissReport(TypedDict):
 
 class PinReply(TypedDict):
     id: str
-    tokens: Annotated[int, Field(description="Tokens that are held, in whole pages.")]
+    tokens: Annotated[int, Field(description="Tokens that are held.")]
     expires_at: Annotated[int | None, Field(description="Unix time; null: when it is unpinned.")]
 
 

@@ -1,12 +1,15 @@
 """`pando serve`: a socket, the routes, the engine, and what happens on signals."""
 
 import asyncio
+import json
 import os
+import shlex
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,10 +27,17 @@ BACKLOG = 2048
 KEEP_ALIVE = 75  # seconds; longer than proxies keep theirs, so that it is them who close
 
 
+STALLED = 120_000  # milliseconds in which a client that is sent something takes none of it, and counts as gone
+EXIT_SIGNAL = 128  # and the number of the signal: what a shell says of a process that a signal ended
+
+
 class Server(uvicorn.Server):
     """The first signal drains: nothing new is let in, and what runs may end. The second one stops."""
 
+    last_signal = 0
+
     def handle_exit(self, sig: int, frame: Any) -> None:
+        self.last_signal = sig
         self.force_exit = self.force_exit or self.should_exit
         self.should_exit = True
 
@@ -38,12 +48,32 @@ def serve(engine: EngineConfig, server: ServerConfig, model: Model | None = None
     listener = _listen(server.host, server.port)
     running = Running(engine, server, tenants, journal, listener, model)
     try:
-        asyncio.run(running.run())
+        with asyncio.Runner(loop_factory=running.server.config.get_loop_factory()) as runner:
+            runner.run(running.run())
+            if running.server.force_exit:
+                _leave(EXIT_SIGNAL + running.server.last_signal)
     finally:
         listener.close()
     if running.failure is not None:
         raise running.failure
+    if _threads_left():
+        _leave(0)
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: a thread in the middle of loading or computing cannot be interrupted, and Python would wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _threads_left() -> bool:
+    """Whether threads of the engine still work. Those that are idle get a moment to end."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("pando-")]
+    for thread in ours:
+        thread.join(0.2)
+    return any(thread.is_alive() for thread in ours)
 
 
 class Running:
@@ -67,6 +97,7 @@ class Running:
             log_config=logging_config(journal),
             access_log=False,
             server_header=False,
+            ws="none",
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=server.drain_timeout,
             backlog=BACKLOG,
@@ -108,14 +139,14 @@ class Running:
         address = f"http://{shown}:{port}"
         key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
         facts = service.facts
-        body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+        body = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
         if host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
             self._journal.warning("no --api-key: everyone who reaches this address may use it", host=host)
         print(
             f"{service.name}  context {facts['max_model_len']} tokens\n"
             f"KV cache  {facts['pool_tokens']} tokens, {facts['pool_bytes'] / 2**30:.2f} GiB\n"
             f"listening on {address}  (docs: {address}/docs)\n\n"
-            f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n",
+            f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d {shlex.quote(body)}\n",
             flush=True,
         )
         self._journal.info("ready", model=service.name, address=address)
@@ -123,12 +154,17 @@ class Running:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Takes the port before the model is loaded: that it is in use should not be found out minutes later."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
+    with ExitStack() as undone:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            listener = undone.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            why = error.strerror or error
+            raise InvalidOption(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
+        undone.pop_all()
         return listener
-    except OSError as error:
-        raise InvalidOption(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port") from error

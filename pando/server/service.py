@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -13,8 +13,9 @@ from ..engine.llm import LLM
 from ..engine.loop import EngineLoop
 from ..engine.pins import Pin
 from ..engine.request import Request, SamplingParams, Tenant, TokenEvent
-from ..errors import InvalidOption, PandoError, QuotaExceeded
+from ..errors import InvalidOption, InvalidPrompt, PandoError, QuotaExceeded
 from ..model.load import Model
+from ..model.tokenizer import Tokenizer
 from .grammar import Grammars
 from .history import History
 from .metrics import Metrics, Outcome
@@ -109,6 +110,7 @@ class Service:
         self._warn = warn
         self._tickets: dict[str, Ticket] = {}
         self._open = 0  # rows
+        self._preparing = 0  # requests
         self._seconds = 1.0  # that a request takes, lately
 
     # ---- life
@@ -118,6 +120,8 @@ class Service:
         template = _read(self.config.chat_template, "chat_template") if self.config.chat_template else None
         texts = [_read(path, "share_prefix") for path in self.config.share_prefix]
         engine = LLM.from_config(self.engine_config, model).engine
+        if template is not None:
+            _check_template(engine.model.tokenizer, template, self.config.chat_template)
         engine.pins.quota = engine.pages.count * self.config.pin_quota // 100
         tokenizer = engine.model.tokenizer
         shared = [tokenizer.encode(text) for text in texts]
@@ -163,7 +167,15 @@ class Service:
 
     async def ask_engine(self, work: Callable[[Engine], T]) -> T:
         self.check_ready()
-        return await asyncio.wrap_future(self.loop.call(work))
+        return await self._answered(self.loop.call(work))
+
+    async def _answered(self, posted: "Future[T]") -> T:
+        try:
+            return await asyncio.wrap_future(posted)
+        except asyncio.CancelledError:
+            if self.loop.alive:
+                raise  # it is the client that has gone
+            raise NotReady("the engine has stopped; restart the server") from None
 
     def check_ready(self) -> None:
         if self.state == "loading":
@@ -175,6 +187,16 @@ class Service:
 
     # ---- requests
 
+    async def prepare(self, work: Callable[[Prompts], T]) -> T:
+        """Tokenises, renders, compiles: beside the event loop, and only for as many requests as may wait."""
+        self.check_ready()
+        self.check_room()
+        self._preparing += 1
+        try:
+            return await self.beside(lambda: work(self.prompts))
+        finally:
+            self._preparing -= 1
+
     async def open(self, request_id: str, asked: Asked, tenant: Tenant) -> Ticket:
         """Hands a request to the engine; raises what is wrong with it. Whoever opens a ticket closes it."""
         self.check_ready()
@@ -185,7 +207,7 @@ class Service:
         try:
             for name, prompt in zip(ticket.names, asked.prompts, strict=True):
                 request = Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint)
-                await asyncio.wrap_future(self.loop.add(request))
+                await self._answered(self.loop.add(request))
         except asyncio.CancelledError:
             self.close(ticket)
             raise
@@ -196,14 +218,15 @@ class Service:
         return ticket
 
     def check_room(self) -> None:
-        if self._open >= self.engine_config.max_num_seqs + self.config.max_queue:
-            waiting = self._open - self.engine_config.max_num_seqs
+        waiting = self._open + self._preparing - self.engine_config.max_num_seqs
+        if waiting >= self.config.max_queue:
             seconds = int(self._seconds * (1 + waiting / self.engine_config.max_num_seqs)) + 1
             raise Busy(waiting, min(seconds, MAX_RETRY_AFTER))
 
     def close(self, ticket: Ticket, *, counted: bool = True) -> None:
         """The one place where a request ends, however it ended."""
-        if not any([self._tickets.pop(name, None) for name in ticket.names]):  # all of them, not only up to the first
+        held = [self._tickets.pop(name, None) for name in ticket.names]
+        if not any(held):
             return
         self._open -= ticket.asked.params.n * len(ticket.asked.prompts)
         if ticket.open_answers:
@@ -265,6 +288,18 @@ def _prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
         engine.step()
     for tokens in prompts:
         engine.pin(tokens, PUBLIC, 0, None)
+
+
+def _check_template(tokenizer: Tokenizer, template: str, path: str | None) -> None:
+    """Whether it can be read as a template at all; which conversations it takes is between it and the clients."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.chat([{"role": "user", "content": "Hello"}], template=template)
+    except InvalidPrompt as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            fault = error.__cause__
+            raise InvalidOption(f"chat_template: {path}, line {fault.lineno}, is no Jinja template: {fault.message}; correct it") from error
 
 
 def _read(path: str, option: str) -> str:

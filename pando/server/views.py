@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from .replies import PinReply
+
 
 class ModelCard(TypedDict):
     id: str
@@ -71,6 +73,7 @@ class CacheView(TypedDict):
 class WarmReply(TypedDict):
     tokens: Annotated[int, Field(description="Of the prompt.")]
     cached_tokens: Annotated[int, Field(description="Of them, those that were there already.")]
+    pin: Annotated[PinReply | None, Field(description="Where a ttl was given.")]
 
 
 class UnpinReply(TypedDict):

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, Tag, model_validator
 
-from ..engine.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from ..engine.request import MAX_LOGPROBS, MAX_N, MIN_REPETITION_PENALTY, SamplingParams
 from .limits import (
     MAX_ANSWERS,
     MAX_INT32,
@@ -68,7 +68,9 @@ class Generation(Steering):
     top_p: Real = Field(1.0, gt=0, le=1, description="Choose among the likeliest tokens that together have this probability.")
     top_k: int = Field(0, ge=-1, le=MAX_INT32, description="Choose among so many of the likeliest tokens; 0 or -1: among all.")
     min_p: Real = Field(0.0, ge=0, le=1, description="Leave out tokens less likely than this share of the likeliest.")
-    repetition_penalty: Real = Field(1.0, gt=0, le=100, description="Above 1: tokens seen in prompt or answer become less likely.")
+    repetition_penalty: Real = Field(
+        1.0, ge=MIN_REPETITION_PENALTY, le=100, description="Above 1: tokens seen in prompt or answer become less likely."
+    )
     presence_penalty: Penalty = Field(0.0, description="Subtracted from the logit of each token that the answer has.")
     frequency_penalty: Penalty = Field(0.0, description="Subtracted for each time that the answer has the token.")
     logit_bias: Biases = Field({}, description="Added to the logits, by token id.", examples=[{"50256": -100}])

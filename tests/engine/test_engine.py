@@ -254,6 +254,15 @@ def test_salts_that_nothing_is_cached_for_are_forgotten(monkeypatch: pytest.Monk
 # ---- constraints
 
 
+def test_what_a_request_does_to_its_logits_costs_nobody_their_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    ask(engine, TRUNK)
+    monkeypatch.setattr(Only, "allowed", lambda self: np.zeros(9, dtype=np.int32))
+    said = run(engine, [Request("bound", TRUNK[:9], greedy(4), constraint=lambda: Only([1]))])
+    assert said["bound", 0][-1].finish_reason == "error"
+    assert ask(engine, TRUNK)[0].num_cached_tokens == len(TRUNK) - 1
+
+
 class Only:
     """Allows one text."""
 

@@ -13,6 +13,7 @@ from pando.config import ServerConfig
 from pando.model.load import Model
 from pando.server.journal import Journal
 from pando.server.serve import Running, _listen
+from pando.server.service import Service
 from pando.server.tenants import Tenants
 
 from ..tiny import tiny_config, tiny_model
@@ -25,7 +26,7 @@ class Live:
         self.running, self.url, self.log = running, url, log
 
     @property
-    def service(self):  # noqa: ANN201
+    def service(self) -> Service:
         return self.running.service
 
     def metric(self, name: str, **headers: str) -> float:

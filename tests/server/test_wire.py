@@ -279,7 +279,7 @@ for _ in range(5000):
         (wire.CompletionBody, {"prompt": too_long(limits.MAX_CHARS)}, "prompt: String should have at most 4194304 characters"),
         (wire.CompletionBody, {"prompt": ["a"] * (limits.MAX_PROMPTS + 1)}, "prompt: List should have at most 64 items"),
         (wire.CompletionBody, {"prompt": [[1]] * (limits.MAX_PROMPTS + 1)}, "prompt: List should have at most 64 items"),
-        (wire.CompletionBody, {"prompt": [1] * (limits.MAX_PROMPT_TOKENS + 1)}, "prompt: List should have at most 1048576 items"),
+        (wire.CompletionBody, {"prompt": [1] * (limits.MAX_PROMPT_TOKENS + 1)}, "prompt: List should have at most 262144 items"),
         (wire.CompletionBody, {"prompt": ["a"] * 3, "n": 86}, "n: times the number of prompts makes 258 answers; at most 256"),
         (wire.CompletionBody, {"n": MAX_N + 1}, "n: Input should be less than or equal to 128"),
         (wire.CompletionBody, {"n": 2, "best_of": 3}, "best_of: must be the same as n, which is 2"),

@@ -1,0 +1,362 @@
+"""Whatever clients send or do: each gets a clear answer, the server lives, and others do not notice."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from .live import Live, live
+
+GOOD = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+WAIT = 30.0  # seconds; only a failing test waits so long
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    before = set(threading.enumerate())
+    with live() as server:
+        yield server
+        assert sum(thread.name.startswith("pando-") for thread in threading.enumerate()) <= 5  # the engine's, and four that tokenise
+        assert '"level": "error"' not in server.log.getvalue()
+        assert server.service._open == 0 and not server.service._tickets
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")]
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=WAIT) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(client: httpx.Client) -> str:
+    """What the good request is answered when nothing else happens."""
+    with client.stream("POST", "/v1/completions", json=GOOD) as response:
+        return told(list(response.iter_lines()))
+
+
+@pytest.fixture(autouse=True)
+def _others_do_not_notice(server: Live, client: httpx.Client, alone: str) -> Iterator[None]:
+    """A good request begins before whatever a test does, ends after it, and its answer is the one that it gets alone."""
+    with client.stream("POST", "/v1/completions", json=GOOD) as response:
+        lines = response.iter_lines()
+        begun = [next(lines)]
+        yield
+        assert told(begun + list(lines)) == alone
+    server.settle()
+    engine = server.service._engine
+    assert engine.pages_in_use == engine.tree.pages
+
+
+def told(lines: list[str]) -> str:
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a refusal, after a look at its form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["message"] and len(error["message"]) <= 1000 and error["type"].endswith("error")
+    return error
+
+
+def plain(**fields: object) -> bytes:
+    return json.dumps({"prompt": "a", "max_tokens": 2, **fields}).encode()
+
+
+def spoken(**fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **fields}).encode()
+
+
+def formed(schema: object) -> bytes:
+    return spoken(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+
+COMPLETIONS = {
+    "broken off": (b'{"prompt": ', 400, "not valid JSON"),
+    "no JSON": (b"hello", 400, "not valid JSON"),
+    "nothing": (b"", 422, "no body"),
+    "null": (b"null", 422, "should be an object"),
+    "a list": (b"[]", 422, "should be an object"),
+    "invalid UTF-8": (b'{"prompt": "\xff\xfe"}', 400, "UTF-8"),
+    "nested without end": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested"),
+    "nested without end, unasked": (b'{"prompt": "a", "x": ' + b'{"y":' * 50_000 + b"1" + b"}" * 50_000 + b"}", 400, "nested"),
+    "a number of 10,000 digits": (b'{"prompt": "a", "max_tokens": 1' + b"0" * 10_000 + b"}", 400, "numbers"),
+    "a number of 400 digits": (b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}", 422, "max_tokens: "),
+    "a real number of 400 digits": (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", 422, "temperature: "),
+    "a seed of 400 digits": (b'{"prompt": "a", "seed": -1' + b"0" * 400 + b"}", 422, "seed: "),
+    "a token of 400 digits": (b'{"prompt": [1' + b"0" * 400 + b"]}", 422, "prompt.0: "),
+    "NaN": (b'{"prompt": "a", "temperature": NaN}', 422, "temperature: .*finite"),
+    "Infinity": (b'{"prompt": "a", "top_p": Infinity}', 422, "top_p: .*finite"),
+    "minus Infinity in a bias": (b'{"prompt": "a", "logit_bias": {"1": -Infinity}}', 422, "logit_bias.1: .*finite"),
+    "1e999": (b'{"prompt": "a", "min_p": 1e999}', 422, "min_p: .*finite"),
+    "negative tokens": (plain(max_tokens=-1), 422, "max_tokens: "),
+    "no answers": (plain(n=0), 422, "n: "),
+    "a million answers": (plain(n=10**6), 422, "n: "),
+    "a negative temperature": (plain(temperature=-0.1), 422, "temperature: "),
+    "text for a number": (plain(max_tokens="many"), 422, "max_tokens: "),
+    "a truth for a number": (plain(n=True), 422, "n: "),
+    "a number for text": (plain(prompt=7), 422, "prompt: "),
+    "an object for text": (plain(prompt={}), 422, "prompt: "),
+    "a mixed prompt": (plain(prompt=["a", 1]), 422, "prompt.1: "),
+    "10,000 stop strings": (plain(stop=[f"stop {i}" for i in range(10_000)]), 422, "stop: .*64.*10000"),
+    "a stop string without end": (plain(stop="a" * 100_000), 422, "stop: "),
+    "an empty stop string": (plain(stop=[""]), 422, "stop.0: "),
+    "100,000 biases": (plain(logit_bias={str(i): 1 for i in range(100_000)}), 422, "logit_bias: "),
+    "a bias for a word": (plain(logit_bias={"word": 1}), 422, "logit_bias.word: "),
+    "half a surrogate pair": (b'{"prompt": "a\\ud800b"}', 422, "prompt: "),
+    "half a surrogate pair to stop at": (b'{"prompt": "a", "stop": ["\\udc00"]}', 422, "stop.0: "),
+    "half a surrogate pair for a model": (b'{"prompt": "a", "model": "\\ud800"}', 422, "model: "),
+    "half a surrogate pair for a salt": (b'{"prompt": "a", "cache_salt": "\\ud800"}', 422, "cache_salt: "),
+    "half a surrogate pair for a name": (b'{"prompt": "a", "logit_bias": {"\\ud800": 1}}', 422, "logit_bias"),
+    "a model that is not served": (plain(model="gpt-7"), 404, "'gpt-7' is not served here"),
+    "an empty prompt": (plain(prompt=""), 400, "prompt is empty"),
+    "one of two prompts empty": (plain(prompt=["a", ""]), 400, "prompt is empty"),
+    "no prompts": (plain(prompt=[]), 422, "prompt: "),
+    "too long a prompt": (plain(prompt="a" * 600), 400, "600 tokens and the context holds 512"),
+    "too many tokens": (plain(prompt=[1] * 512), 400, "512 tokens and the context holds 512"),
+    "a token beyond the vocabulary": (plain(prompt=[1, 257]), 400, "257 is no token"),
+    "a negative token": (plain(prompt=[-1]), 422, "prompt.0: "),
+    "a bias beyond the vocabulary": (plain(logit_bias={"300": 1}), 400, "logit_bias names token 300"),
+    "a stop token beyond the vocabulary": (plain(stop_token_ids=[300]), 400, "stop_token_ids names token 300"),
+    "too many prompts": (plain(prompt=["a"] * 1000), 422, "prompt: "),
+    "prompts times answers": (plain(prompt=["a"] * 64, n=64), 422, "n: .*4096"),
+    "control characters for a session": (plain(session_id="a\nb"), 422, "session_id: .*printable"),
+    "a ttl without end": (plain(prompt_cache_options={"ttl": "999999999d"}), 422, "prompt_cache_options.ttl: "),
+}
+CHATS = {
+    "an unknown role": (spoken(messages=[{"role": "wizard", "content": "a"}]), 422, "messages.0.role: "),
+    "no messages": (spoken(messages=[]), 422, "messages: "),
+    "a message without content": (spoken(messages=[{"role": "user"}]), 422, "messages.0: .*content"),
+    "an image": (spoken(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 422, "messages.0.content.0.type: "),
+    "half a surrogate pair": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 422, "messages.0.content: "),
+    "tools that the template does not take": (spoken(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "takes no tools"),
+    "a schema of an unknown type": (formed({"type": "nonsense"}), 400, "nonsense"),
+    "a schema with a broken reference": (formed({"$ref": "#/nowhere"}), 400, "nowhere"),
+    "a schema of 100 KB": (formed({"description": "a" * 100_000}), 422, "at most 65536 bytes"),
+    "a pattern that is none": (formed({"type": "string", "pattern": "(("}), 400, "schema"),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "words"), COMPLETIONS.values(), ids=COMPLETIONS)
+def test_a_completion_that_cannot_be_is_refused_in_words(client: httpx.Client, body: bytes, status: int, words: str):
+    error = refused(client.post("/v1/completions", content=body), status)
+    assert re.search(words, error["message"])
+    field = re.match(r"(\w+)[.:]", words)
+    assert field is None or error["param"].startswith(field[1])
+
+
+@pytest.mark.parametrize(("body", "status", "words"), CHATS.values(), ids=CHATS)
+def test_a_conversation_that_cannot_be_is_refused_in_words(client: httpx.Client, body: bytes, status: int, words: str):
+    assert re.search(words, refused(client.post("/v1/chat/completions", content=body), status)["message"])
+
+
+def test_a_schema_nested_too_deep_is_refused(client: httpx.Client):
+    deep = b'{"items":' * 500 + b"{}" + b"}" * 500
+    body = formed("DEEP").replace(b'"DEEP"', deep)
+    assert "nested" in refused(client.post("/v1/chat/completions", content=body), 400)["message"]
+
+
+def test_what_may_look_strange_is_answered(client: httpx.Client):
+    strange = [
+        plain(prompt="\0\x1b[2J\U0001f600\ufffe"),
+        plain(unknown={"field": [1, 2, {}]}),
+        b'{"prompt": "a", "prompt": "b", "max_tokens": 2}',
+        plain(stop=None, seed=None, logit_bias=None),
+        plain().decode().encode("utf-16"),
+        plain(seed=2**64 - 1, top_k=2**31 - 1, min_tokens=2),
+    ]
+    for body in strange:
+        response = client.post("/v1/completions", content=body)
+        assert response.status_code == 200, response.text
+
+
+# ---- HTTP
+
+
+def connect(server: Live) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT)
+
+
+def request(body: bytes, *headers: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    head = [f"POST {path} HTTP/{version}", "Host: tests", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*head, "", ""]).encode("latin-1") + body
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """Whatever the server says until it closes."""
+    parts = []
+    while part := connection.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def raw(server: Live, *parts: bytes) -> bytes:
+    with connect(server) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return all_of(connection)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["with its length", "in pieces"])
+def test_a_body_of_100_mb_is_refused_and_its_sender_can_read_why(server: Live, chunked: bool):
+    piece = b" " * MIB
+    head = ["POST /v1/completions HTTP/1.1", "Host: tests", "Connection: close"]
+    if chunked:
+        head, sent = [*head, "Transfer-Encoding: chunked"], b"%x\r\n" % MIB + piece + b"\r\n"
+    else:
+        head, sent = [*head, f"Content-Length: {100 * MIB}"], piece
+    said = raw(server, "\r\n".join([*head, "", ""]).encode(), *[sent] * 100, b"0\r\n\r\n" if chunked else b"")
+    status, _, body = said.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 413 ")
+    assert "larger than the 8 MiB" in json.loads(body)["error"]["message"]
+
+
+def test_a_client_that_asks_before_it_sends_100_mb_need_not_send_them(server: Live):
+    said = raw(server, request(b"", "Expect: 100-continue").replace(b"Content-Length: 0", b"Content-Length: 104857600"))
+    assert said.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_is_just_allowed_is_read(client: httpx.Client):
+    body = plain()
+    error = refused(client.post("/v1/completions", content=body + b" " * (8 * MIB - len(body) + 1)), 413)
+    assert error["code"] == "request_too_large"
+    assert client.post("/v1/completions", content=body + b" " * (8 * MIB - len(body))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\x01\x02\x16\x03\x01\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        request(b"").replace(b"Content-Length: 0", b"Content-Length: -5"),
+        request(b"").replace(b"Content-Length: 0", b"Content-Length: 1" + b"0" * 40),
+        request(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"ZZ\r\n\r\n",
+        request(b"", "Transfer-Encoding: chunked"),
+        request(plain(), "x-request-id: a\x01b"),
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: tests\r\n\r\n",
+        request(plain()) + b"GARBAGE\r\n\r\n",
+    ],
+    ids=["bytes", "HTTP/2", "negative", "huge", "chunk", "smuggled", "control", "long", "pipelined"],
+)
+def test_what_is_not_http_is_answered_400_and_the_connection_closed(server: Live, sent: bytes):
+    assert raw(server, sent).startswith(b"HTTP/1.1 400 ")
+
+
+def test_absurd_headers_are_refused_or_replaced_and_never_repeated(client: httpx.Client):
+    url = "/v1/completions"
+    assert "x-session-id" in refused(client.post(url, content=plain(), headers={"x-session-id": "a" * 30_000}), 400)["message"]
+    for odd in ("a" * 1000, "two words", "a;b", "\xe9t\xe9", ""):
+        response = client.post(url, content=plain(), headers={"x-request-id": odd.encode("latin-1")})
+        assert response.status_code == 200 and re.fullmatch("req-[0-9a-f]{32}", response.headers["x-request-id"])
+    assert client.post(url, content=plain(), headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
+    odd_headers = {"content-type": "Application/JSON; charset=utf-8", "accept": "image/png", "traceparent": "00-zz"}
+    assert client.post(url, content=plain(), headers=odd_headers).status_code == 200
+    assert "application/json" in refused(client.post(url, content=plain(), headers={"content-type": "text/plain"}), 400)["message"]
+
+
+def test_other_methods_and_paths_are_answered(client: httpx.Client):
+    assert refused(client.put("/v1/completions", content=plain()), 405)["message"].startswith("this path does not know")
+    refused(client.options("/v1/completions"), 405)
+    refused(client.get("/v1/completions"), 405)
+    assert "/docs" in refused(client.get("/nowhere"), 404)["message"]
+    refused(client.get("/v1/models/%ff%00%0a"), 404)
+    head = client.head("/health")
+    assert head.status_code == 200 and head.content == b"" and int(head.headers["content-length"]) > 0
+
+
+def test_http_1_0_is_answered_and_closed(server: Live):
+    status, _, body = raw(server, request(plain(), version="1.0")).partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 200 ") and json.loads(body)["choices"]
+
+
+# ---- clients that leave
+
+
+LONG = {**GOOD, "max_tokens": 450}
+CANCELLED = 'pando_requests_total{outcome="cancelled"}'
+
+
+def test_a_client_that_vanishes_while_it_sends_leaves_nothing(server: Live):
+    for sent in (b"", b"POST /v1/comp", request(plain(), "x: y")[:-5]):
+        with connect(server) as connection:
+            connection.sendall(sent)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_closes_its_side_counts_as_gone(server: Live, stream: bool):
+    with connect(server) as connection:
+        connection.sendall(request(json.dumps({**LONG, "stream": stream}).encode()))
+        connection.shutdown(socket.SHUT_WR)
+        said = all_of(connection)
+    assert b"[DONE]" not in said and b'"usage"' not in said
+    server.settle()
+
+
+def test_a_client_that_leaves_in_the_middle_frees_its_rows(server: Live):
+    cancelled = server.metric(CANCELLED)
+    with connect(server) as connection:
+        connection.sendall(request(json.dumps({**LONG, "n": 4}).encode()))
+        assert connection.recv(100)
+    server.settle()
+    assert server.metric(CANCELLED) == cancelled + 1
+
+
+def test_a_reader_who_takes_nothing_holds_no_row_and_in_the_end_no_connection(monkeypatch: pytest.MonkeyPatch, alone: str):
+    monkeypatch.setattr("pando.server.serve.STALLED", 500)
+    with live() as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(WAIT)
+        host, port = server.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        connection.sendall(request(json.dumps({**LONG, "n": 8, "logprobs": 20}).encode()))
+        assert connection.recv(100)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=GOOD, timeout=WAIT) as response:
+            assert told(list(response.iter_lines())) == alone
+        until(lambda: not server.service._engine.has_work)
+        server.settle()  # the connection is still open, and much is still to be read
+        until(lambda: not server.running.server.server_state.connections)
+
+
+def until(happened: Any) -> None:
+    end = time.monotonic() + WAIT
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# ---- chat templates
+
+
+TEMPLATE = """{% macro again(x) %}{{ again(x) }}{% endmacro %}{% for m in messages %}
+{% if m.content == 'refuse' %}{{ raise_exception('not this one') }}{% endif %}
+{% if m.content == 'loop' %}{% for i in range(10 ** 9) %}{{ i }}{% endfor %}{% endif %}
+{% if m.content == 'missing' %}{{ m.nothing.at.all }}{% endif %}
+{% if m.content == 'divide' %}{{ 1 // 0 }}{% endif %}
+{% if m.content == 'escape' %}{{ m.__class__.__mro__ }}{% endif %}
+{% if m.content == 'recurse' %}{{ again(m) }}{% endif %}
+{% if m.content == 'type' %}{{ m.content + 1 }}{% endif %}
+{{ m.content }}{% endfor %}"""
+
+
+def test_a_chat_template_that_fails_refuses_the_conversation_and_nothing_else(tmp_path: Any):
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    with live(chat_template=str(tmp_path / "template.jinja")) as server, contextlib.closing(httpx.Client(base_url=server.url)) as client:
+        for word in ("refuse", "loop", "missing", "divide", "escape", "recurse", "type"):
+            answer = client.post("/v1/chat/completions", content=spoken(messages=[{"role": "user", "content": word}]))
+            assert "the chat template refuses this conversation" in refused(answer, 400)["message"], word
+        assert client.post("/v1/chat/completions", content=spoken()).status_code == 200
+        assert "error" not in server.log.getvalue()

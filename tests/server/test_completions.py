@@ -1,0 +1,153 @@
+"""Plain completions, tokens, models and the state of the server, through the official client."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from pando import __version__
+from pando.engine.request import SamplingParams
+
+from ..tiny import tiny_llm, tiny_tokenizer
+from .clients import each_client_of, fetch, said
+from .live import NAME, Live, live
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live() as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def client(server: Live, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    with each_client_of(server, request.param) as client:
+        yield client
+
+
+def go_on(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
+    return client.completions.create(model=NAME, prompt=prompt, **{"temperature": 0, "max_tokens": 8, **options})
+
+
+def tokens_of(text: str) -> list[int]:
+    return tiny_tokenizer().encode(text)
+
+
+def test_the_answer_is_the_one_that_the_library_gives(client: openai.OpenAI) -> None:
+    reply = go_on(client, "Once upon a time", max_tokens=24)
+    assert reply.choices[0].text == tiny_llm().generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+    assert reply.object == "text_completion" and reply.choices[0].finish_reason == "length"
+    assert go_on(client, "Once upon a time", max_tokens=openai.omit).usage.completion_tokens == 16
+
+
+def test_prompts_come_in_four_forms(client: openai.OpenAI) -> None:
+    one, two = (go_on(client, text).choices[0].text for text in ("first prompt", "second one"))
+    assert [choice.text for choice in go_on(client, tokens_of("first prompt")).choices] == [one]
+    for prompts in (["first prompt", "second one"], [tokens_of("first prompt"), tokens_of("second one")]):
+        reply = go_on(client, prompts)
+        assert [(choice.index, choice.text) for choice in reply.choices] == [(0, one), (1, two)]
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (22, 16)
+        assert sum(reply.pando["tokens"].values()) == 22
+
+
+def test_n_answers_to_each_of_several_prompts(client: openai.OpenAI) -> None:
+    reply = go_on(client, ["left", "right"], n=2, temperature=1, seed=4, echo=True)
+    assert [(choice.index, choice.text[:4]) for choice in reply.choices] == [(0, "left"), (1, "left"), (2, "righ"), (3, "righ")]
+    texts = ["", "", "", ""]
+    for chunk in go_on(client, ["left", "right"], n=2, temperature=1, seed=4, echo=True, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in reply.choices]
+
+
+def test_a_stream_ends_with_usage_when_asked(client: openai.OpenAI) -> None:
+    whole = go_on(client, "stream of text", max_tokens=12)
+    *chunks, last = go_on(client, "stream of text", max_tokens=12, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks)
+    assert last.choices == [] and last.usage.completion_tokens == 12 and last.usage.prompt_tokens_details.cached_tokens == 13
+    assert chunks[-1].choices[0].finish_reason == "length" and last.pando["reuse"] == "exact"
+
+
+def test_an_echo_stands_before_the_answer(client: openai.OpenAI) -> None:
+    answer = go_on(client, "echo me").choices[0].text
+    assert go_on(client, "echo me", echo=True).choices[0].text == "echo me" + answer
+    assert go_on(client, tokens_of("echo me"), echo=True).choices[0].text == "echo me" + answer
+    assert "".join(chunk.choices[0].text for chunk in go_on(client, "echo me", echo=True, stream=True)) == "echo me" + answer
+
+
+def test_logprobs_have_a_place_in_the_text(client: openai.OpenAI) -> None:
+    choice = go_on(client, "numbers", logprobs=2, logit_bias={"64": 100}).choices[0]
+    assert choice.text == "a" * 8 and choice.logprobs.tokens == ["a"] * 8
+    assert choice.logprobs.text_offset == list(range(8))
+    assert all(found["a"] == own for own, found in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_bias": {"64": 100}, "stop": "aaaab"}], ids=["half characters", "text held back"])
+def test_logprobs_have_the_same_place_in_a_stream(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    whole = go_on(client, "places", logprobs=0, max_tokens=24, **options).choices[0].logprobs
+    streamed = [chunk.choices[0].logprobs for chunk in go_on(client, "places", logprobs=0, max_tokens=24, stream=True, **options)]
+    assert [offset for one in streamed for offset in one.text_offset] == whole.text_offset
+    assert [token for one in streamed for token in one.tokens] == whole.tokens
+
+
+def test_an_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
+    choice = go_on(client, "scored prompt", echo=True, logprobs=1, max_tokens=2).choices[0]
+    assert "".join(choice.logprobs.tokens[:13]) == "scored prompt" and len(choice.logprobs.tokens) == 15
+    assert choice.logprobs.text_offset[:13] == list(range(13))
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:13] == pytest.approx(tiny_llm().score(tokens_of("scored prompt")), abs=1e-4)
+    streamed = [chunk.choices[0].logprobs for chunk in go_on(client, "scored prompt", echo=True, logprobs=1, max_tokens=2, stream=True)]
+    assert [token for one in streamed for token in one.tokens] == choice.logprobs.tokens
+    assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
+
+
+def test_stop_strings_and_stop_tokens_end_an_answer(client: openai.OpenAI) -> None:
+    plain = go_on(client, "stop", max_tokens=30, extra_body={"return_token_ids": True}).choices[0]
+    assert plain.prompt_token_ids == tokens_of("stop") and len(plain.token_ids) == 30
+    stop = next(token for token in plain.token_ids[3:])
+    first = plain.token_ids.index(stop)
+    ended = go_on(client, "stop", max_tokens=30, extra_body={"stop_token_ids": [stop], "return_token_ids": True}).choices[0]
+    assert ended.finish_reason == "stop" and ended.token_ids == plain.token_ids[: first + 1]
+    letter = next(char for char in plain.text[3:] if char != "\ufffd")
+    ended = go_on(client, "stop", max_tokens=30, stop=[letter]).choices[0]
+    assert (ended.text, ended.finish_reason) == (plain.text.partition(letter)[0], "stop")
+    kept = go_on(client, "stop", max_tokens=30, stop=[letter], extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert kept.text == plain.text.partition(letter)[0] + letter
+
+
+def test_the_model_is_listed_and_found_by_its_name(client: openai.OpenAI) -> None:
+    (card,) = client.models.list().data
+    assert (card.id, card.object, card.owned_by) == (NAME, "model", "pando")
+    assert client.models.retrieve(NAME).max_model_len == 512
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-99")
+
+
+@pytest.mark.parametrize("text", ["plain words", "ünïcödé 🌳 text", "<end> is special", " "])
+def test_tokens_become_the_same_text_again(server: Live, text: str) -> None:
+    made = fetch(server, "/tokenize", {"model": NAME, "prompt": text}).json()
+    assert made == {"tokens": tokens_of(text), "count": len(tokens_of(text)), "max_model_len": 512}
+    assert fetch(server, "/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": text}
+
+
+def test_a_conversation_is_tokenised_as_it_is_answered(server: Live, client: openai.OpenAI) -> None:
+    made = fetch(server, "/tokenize", {"messages": said("Count me")}).json()
+    reply = client.chat.completions.create(model=NAME, messages=said("Count me"), max_tokens=1, extra_body={"return_token_ids": True})
+    assert reply.prompt_token_ids == made["tokens"]
+
+
+def test_what_is_no_token_is_refused(server: Live) -> None:
+    refused = fetch(server, "/detokenize", {"tokens": [5, 257]})
+    assert refused.status_code == 400 and "257 is no token" in refused.json()["error"]["message"]
+
+
+def test_the_state_of_the_server_is_told(server: Live) -> None:
+    assert fetch(server, "/health").json() == {"status": "ok"}
+    assert fetch(server, "/ready").json() == {"status": "ready"}
+    assert fetch(server, "/version").json() == {"version": __version__}
+    metrics = fetch(server, "/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain") and "pando_pages_in_use" in metrics.text
+    assert "/v1/chat/completions" in fetch(server, "/openapi.json").json()["paths"]
+    assert fetch(server, "/docs").status_code == 200

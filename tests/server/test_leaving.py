@@ -1,0 +1,118 @@
+"""Clients that go away: what they had is free again within a step or two."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from .clients import WAIT, ask, braked, client_of, counters, said, wait_for
+from .live import NAME, Live, live
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with client_of(server) as client:
+        yield client
+
+
+def cancelled(server: Live) -> float:
+    return counters(server)['pando_requests_total{outcome="cancelled"}']
+
+
+def is_all_free(server: Live) -> bool:
+    stats = server.service._engine.stats()
+    return stats.running == stats.waiting == 0 and stats.pages_in_use == stats.pages_cached == stats.pages_evictable
+
+
+def test_a_stream_that_is_closed_frees_its_rows(server: Live, client: openai.OpenAI) -> None:
+    before, counted = cancelled(server), counters(server)["pando_generated_tokens_total"]
+    with braked(server) as brake:
+        stream = ask(client, "Half of it", stream=True, max_tokens=400, n=3, extra_body={"ignore_eos": True})
+        brake.let(6)
+        for _ in range(4):
+            next(stream)
+        wait_for(lambda: brake.steps == 6)
+        stream.close()
+        wait_for(lambda: not server.service._tickets)
+        brake.let(2)
+        wait_for(lambda: not server.service._engine.has_work)
+        assert brake.steps <= 8
+    assert cancelled(server) == before + 1 and is_all_free(server)
+    assert counters(server)["pando_generated_tokens_total"] >= counted + 4
+
+
+def test_a_stream_that_is_closed_before_its_first_token_leaves_nothing(server: Live, client: openai.OpenAI) -> None:
+    before = cancelled(server)
+    with braked(server) as brake:
+        ask(client, "Nothing of it", stream=True, max_tokens=400).close()
+        wait_for(lambda: not server.service._tickets)
+        brake.let(2)
+        wait_for(lambda: not server.service._engine.has_work)
+        assert brake.steps <= 2
+    assert cancelled(server) == before + 1 and is_all_free(server)
+
+
+def test_a_client_that_waits_for_the_whole_and_leaves_frees_its_rows(server: Live, client: openai.OpenAI) -> None:
+    before = cancelled(server)
+    with braked(server) as brake:
+        brake.let(3)
+        with pytest.raises(openai.APITimeoutError):
+            ask(client.with_options(timeout=0.3), "All of it", max_tokens=400, extra_body={"ignore_eos": True})
+        wait_for(lambda: not server.service._tickets)
+        brake.let(2)
+        wait_for(lambda: not server.service._engine.has_work)
+        assert brake.steps <= 5
+    assert cancelled(server) == before + 1 and is_all_free(server)
+
+
+def test_who_waits_in_the_queue_can_leave_it(server: Live, client: openai.OpenAI) -> None:
+    with braked(server) as brake:
+        with pytest.raises(openai.APITimeoutError):
+            ask(client.with_options(timeout=0.3), "Not begun", max_tokens=400)
+        wait_for(lambda: not server.service._tickets)
+        brake.let(1)
+        wait_for(lambda: not server.service._engine.has_work)
+    assert is_all_free(server)
+
+
+@pytest.mark.parametrize("route", ["warm", "pin"])
+def test_who_leaves_while_a_prompt_is_computed_takes_the_work_along(server: Live, client: openai.OpenAI, route: str) -> None:
+    with braked(server) as brake:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.3).post(f"/cache/{route}", cast_to=dict, body={"prompt": route * 100})
+        wait_for(lambda: not server.service._tickets)
+        brake.let(2)
+        wait_for(lambda: not server.service._engine.has_work)
+    assert is_all_free(server)
+
+
+def test_others_do_not_notice_who_leaves(server: Live, client: openai.OpenAI) -> None:
+    alone = ask(client, "I stay", max_tokens=60).choices[0].message.content
+
+    async def leave(client: openai.AsyncOpenAI, tokens: int) -> None:
+        stream = await client.chat.completions.create(model=NAME, messages=said("I leave"), max_tokens=400, stream=True)
+        async for _ in stream:
+            tokens -= 1
+            if not tokens:
+                await stream.close()
+                return
+
+    async def stay(client: openai.AsyncOpenAI) -> str:
+        reply = await client.chat.completions.create(model=NAME, messages=said("I stay"), max_tokens=60, temperature=0)
+        return reply.choices[0].message.content
+
+    async def all_of_them() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=WAIT) as client:
+            return await asyncio.gather(*(leave(client, 1 + place) if place % 2 else stay(client) for place in range(8)))
+
+    answers = asyncio.run(all_of_them())
+    assert answers[::2] == [alone] * 4
+    server.settle()
+    assert is_all_free(server)
