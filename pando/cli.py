@@ -72,14 +72,8 @@ def make_llm(config: EngineConfig) -> "LLM":
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:2] == ["bench", "serve"]:  # the benchmarks read their own arguments
-        from .bench.serve import main as bench_serve
-
-        return bench_serve(argv[2:])
-    if argv[:1] == ["bench"]:
-        from .bench.foundation import main as bench
-
-        return bench(argv[1:])
+    if argv[:1] == ["bench"]:  # the benchmarks read their own arguments
+        return _bench(argv[1:])
     arguments = parse(argv)
     if arguments.command == "serve":
         return _serve(arguments)
@@ -100,6 +94,25 @@ def _serve(arguments: argparse.Namespace) -> int:
     from .server.serve import serve
 
     return serve(engine, server)
+
+
+def _bench(argv: list[str]) -> int:
+    match argv[:1]:
+        case ["serve"]:
+            from .bench.serve import main as serve
+
+            return serve(argv[1:])
+        case ["overhead"]:
+            from .bench.overhead import main as overhead
+
+            return overhead(argv[1:])
+        case ["soak"]:
+            from .bench.soak import main as soak
+
+            return soak(argv[1:])
+    from .bench.foundation import main as foundation
+
+    return foundation(argv)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -232,7 +245,11 @@ def parser() -> Parser:
     pull.add_argument("--list", action="store_true", help="list the catalogue instead")
     _add_config(pull)
 
-    commands.add_parser("bench", help="measure Pando beside transformers; `bench serve` loads any OpenAI-compatible server", add_help=False)
+    commands.add_parser(
+        "bench",
+        help="measure Pando beside transformers; `bench serve` loads any server, `bench overhead` and `bench soak` try Pando's",
+        add_help=False,
+    )
     commands.add_parser("version", help="print the version")
     return top
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from .engine import Engine, StepFacts
+from .engine import Engine, Stats, StepFacts
 from .request import Request, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -21,28 +21,34 @@ FRESH = 0.25  # seconds for which the numbers of `stats` may stand while the eng
 
 
 class EngineLoop:
-    """`deliver` gets the tokens of a step, `give_up` the requests that no step could answer, `observe` how long a step took; all are
-    called in the engine's thread and must not wait."""
+    """`make` brings the engine, in the thread where it will run: CPU kernels keep a pool of threads for each thread that ever called them,
+    and two pools would fight over the same cores. `deliver` gets the tokens of a step, `give_up` the requests that no step could answer,
+    `observe` how long a step took; all are called in the engine's thread and must not wait."""
 
     def __init__(
         self,
-        engine: Engine,
+        make: Callable[[], Engine],
         deliver: Callable[[Sequence[TokenEvent]], None],
         give_up: Callable[[Sequence[str]], None],
         observe: Callable[[float, StepFacts], None] = lambda seconds, facts: None,
     ) -> None:
-        self._engine = engine
+        self._make = make
+        self._engine: Engine
         self._deliver, self._give_up, self._observe = deliver, give_up, observe
         self._posted: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         self._wake = threading.Event()
         self._stopping = self._ended = False
         self._failures = 0
-        self.stats = engine.stats()
+        self.stats = Stats()
         self._counted = 0.0
-        self._thread = threading.Thread(target=self._run, name="pando-engine", daemon=True)
+        self._thread: threading.Thread
 
-    def start(self) -> None:
+    def start(self) -> "Future[None]":
+        """Done when the engine is there; its exception says why there is none."""
+        made: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(made,), name="pando-engine", daemon=True)
         self._thread.start()
+        return made
 
     def stop(self, timeout: float | None = None) -> None:
         """Ends after the step that runs. What was posted and not begun is cancelled."""
@@ -78,7 +84,15 @@ class EngineLoop:
             self._drop_posted()
         return future
 
-    def _run(self) -> None:
+    def _run(self, made: "Future[None]") -> None:
+        try:
+            self._engine = self._make()
+            self.stats = self._engine.stats()
+        except BaseException as error:  # it belongs to whoever started
+            self._ended = True
+            made.set_exception(error)
+            return
+        made.set_result(None)
         try:
             while not self._stopping:
                 self._turn()

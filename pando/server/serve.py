@@ -121,8 +121,7 @@ class Running:
     async def _load(self) -> None:
         """Routes are there from the start, and say that the model is not."""
         try:
-            await self.service.beside(lambda: self.service.load(self._model))
-            self.service.start()
+            await self.service.start(self._model)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):
                 self.failure, self.service.state = error, "failed"

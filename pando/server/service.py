@@ -115,8 +115,8 @@ class Service:
 
     # ---- life
 
-    def load(self, model: Model | None = None) -> None:
-        """Loads the model and computes what is shared; slow, so not in the event loop's thread."""
+    def _load(self, model: Model | None) -> Engine:
+        """Loads the model and computes what is shared, in the engine's thread."""
         template = _read(self.config.chat_template, "chat_template") if self.config.chat_template else None
         texts = [_read(path, "share_prefix") for path in self.config.share_prefix]
         engine = LLM.from_config(self.engine_config, model).engine
@@ -139,10 +139,10 @@ class Service:
         grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
         self.workers.submit(grammars.json_object)  # its first use is slow
         self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared))
-        self._engine = engine
+        return engine
 
-    def start(self) -> None:
-        """Begins to answer; in the event loop's thread, after `load`."""
+    async def start(self, model: Model | None = None) -> None:
+        """Loads, and begins to answer."""
         events = asyncio.get_running_loop()
 
         def deliver(tokens: Sequence[TokenEvent]) -> None:
@@ -151,8 +151,8 @@ class Service:
         def give_up(names: Sequence[str]) -> None:
             events.call_soon_threadsafe(self._give_up, names)
 
-        self.loop = EngineLoop(self._engine, deliver, give_up, self._observe)
-        self.loop.start()
+        self.loop = EngineLoop(lambda: self._load(model), deliver, give_up, self._observe)
+        await asyncio.wrap_future(self.loop.start())
         self.state = "ready"
 
     def stop(self) -> None:

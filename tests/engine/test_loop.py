@@ -58,8 +58,8 @@ class Desk:
 @contextmanager
 def looping(engine: Engine | None = None) -> Iterator[tuple[EngineLoop, Desk]]:
     desk = Desk()
-    loop = EngineLoop(engine or tiny_engine(), desk.deliver, desk.give_up, lambda seconds, facts: desk.observed.append(facts))
-    loop.start()
+    loop = EngineLoop(lambda: engine or tiny_engine(), desk.deliver, desk.give_up, lambda seconds, facts: desk.observed.append(facts))
+    loop.start().result(WAIT)
     try:
         yield loop, desk
     finally:
@@ -304,3 +304,29 @@ def test_pins_run_out_while_nobody_asks_for_anything(monkeypatch: pytest.MonkeyP
                 break
             waited.wait(0.01)
         assert engine.pins.pages == 0
+
+
+def test_an_engine_that_cannot_be_made_says_why() -> None:
+    def make() -> Engine:
+        raise InvalidPrompt("no such model")
+
+    loop = EngineLoop(make, lambda events: None, lambda names: None)
+    with pytest.raises(InvalidPrompt, match="no such model"):
+        loop.start().result(WAIT)
+    with pytest.raises(CancelledError):
+        loop.call(lambda engine: engine.stats()).result(WAIT)
+    loop.stop(WAIT)
+
+
+def test_the_engine_is_made_and_run_in_one_thread() -> None:
+    threads = []
+
+    def make() -> Engine:
+        threads.append(threading.get_ident())
+        return tiny_engine()
+
+    loop = EngineLoop(make, lambda events: None, lambda names: None)
+    loop.start().result(WAIT)
+    threads.append(loop.call(lambda engine: threading.get_ident()).result(WAIT))
+    loop.stop(WAIT)
+    assert threads[0] == threads[1] != threading.get_ident()

@@ -163,11 +163,11 @@ class Brake:
 
 @contextmanager
 def braked(server: Live) -> Iterator[Brake]:
-    brake = Brake(server.service._engine)
+    brake = Brake(server.service.loop._engine)
     try:
         yield brake
     finally:
-        del server.service._engine.step  # the class has it
+        del server.service.loop._engine.step  # the class has it
         brake.let(100_000)
         server.settle()
 

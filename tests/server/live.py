@@ -37,7 +37,7 @@ class Live:
     def settle(self, seconds: float = 10.0) -> None:
         """Waits until nothing runs any more."""
         end = time.monotonic() + seconds
-        while self.service._tickets or self.service._engine.has_work:
+        while self.service._tickets or self.service.loop._engine.has_work:
             assert time.monotonic() < end, "requests are stuck"
             time.sleep(0.01)
 

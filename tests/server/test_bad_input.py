@@ -52,7 +52,7 @@ def _others_do_not_notice(server: Live, client: httpx.Client, alone: str) -> Ite
         yield
         assert told(begun + list(lines)) == alone
     server.settle()
-    engine = server.service._engine
+    engine = server.service.loop._engine
     assert engine.pages_in_use == engine.tree.pages
 
 
@@ -326,7 +326,7 @@ def test_a_reader_who_takes_nothing_holds_no_row_and_in_the_end_no_connection(mo
         assert connection.recv(100)
         with httpx.stream("POST", f"{server.url}/v1/completions", json=GOOD, timeout=WAIT) as response:
             assert told(list(response.iter_lines())) == alone
-        until(lambda: not server.service._engine.has_work)
+        until(lambda: not server.service.loop._engine.has_work)
         server.settle()  # the connection is still open, and much is still to be read
         until(lambda: not server.running.server.server_state.connections)
 

@@ -151,7 +151,7 @@ def test_before_and_after_its_time_the_server_says_so(
 
 def test_what_the_engine_cannot_compute_is_a_failure_of_the_server(server: Live, client: openai.OpenAI) -> None:
     """And after it, the engine answers others."""
-    engine = server.service._engine
+    engine = server.service.loop._engine
 
     def fail() -> Any:
         raise RuntimeError("no memory")

@@ -27,7 +27,7 @@ def cancelled(server: Live) -> float:
 
 
 def is_all_free(server: Live) -> bool:
-    stats = server.service._engine.stats()
+    stats = server.service.loop._engine.stats()
     return stats.running == stats.waiting == 0 and stats.pages_in_use == stats.pages_cached == stats.pages_evictable
 
 
@@ -42,7 +42,7 @@ def test_a_stream_that_is_closed_frees_its_rows(server: Live, client: openai.Ope
         stream.close()
         wait_for(lambda: not server.service._tickets)
         brake.let(2)
-        wait_for(lambda: not server.service._engine.has_work)
+        wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 8
     assert cancelled(server) == before + 1 and is_all_free(server)
     assert counters(server)["pando_generated_tokens_total"] >= counted + 4
@@ -54,7 +54,7 @@ def test_a_stream_that_is_closed_before_its_first_token_leaves_nothing(server: L
         ask(client, "Nothing of it", stream=True, max_tokens=400).close()
         wait_for(lambda: not server.service._tickets)
         brake.let(2)
-        wait_for(lambda: not server.service._engine.has_work)
+        wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 2
     assert cancelled(server) == before + 1 and is_all_free(server)
 
@@ -67,7 +67,7 @@ def test_a_client_that_waits_for_the_whole_and_leaves_frees_its_rows(server: Liv
             ask(client.with_options(timeout=0.3), "All of it", max_tokens=400, extra_body={"ignore_eos": True})
         wait_for(lambda: not server.service._tickets)
         brake.let(2)
-        wait_for(lambda: not server.service._engine.has_work)
+        wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 5
     assert cancelled(server) == before + 1 and is_all_free(server)
 
@@ -78,7 +78,7 @@ def test_who_waits_in_the_queue_can_leave_it(server: Live, client: openai.OpenAI
             ask(client.with_options(timeout=0.3), "Not begun", max_tokens=400)
         wait_for(lambda: not server.service._tickets)
         brake.let(1)
-        wait_for(lambda: not server.service._engine.has_work)
+        wait_for(lambda: not server.service.loop._engine.has_work)
     assert is_all_free(server)
 
 
@@ -89,7 +89,7 @@ def test_who_leaves_while_a_prompt_is_computed_takes_the_work_along(server: Live
             client.with_options(timeout=0.3).post(f"/cache/{route}", cast_to=dict, body={"prompt": route * 100})
         wait_for(lambda: not server.service._tickets)
         brake.let(2)
-        wait_for(lambda: not server.service._engine.has_work)
+        wait_for(lambda: not server.service.loop._engine.has_work)
     assert is_all_free(server)
 
 

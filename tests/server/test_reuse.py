@@ -208,7 +208,7 @@ def with_merges() -> Model:
 
 def test_an_answer_that_becomes_other_tokens_is_named() -> None:
     with live(with_merges()) as server, client_of(server) as client:
-        letter = server.service._engine.model.tokenizer.encode("a")[0]
+        letter = server.service.loop._engine.model.tokenizer.encode("a")[0]
         first = ask(client, "Say", logit_bias={str(letter): 100}, extra_body={"return_token_ids": True})
         assert first.choices[0].token_ids == [letter] * 8
         remembered(server, 1)

@@ -38,7 +38,7 @@ def server() -> Iterator[Live]:
     with live() as server:
         yield server
         server.settle()
-        engine = server.service._engine
+        engine = server.service.loop._engine
         assert engine.pages_in_use == engine.tree.pages
         assert '"level": "error"' not in server.log.getvalue()
 

@@ -204,7 +204,7 @@ def test_a_request_that_outlasts_the_drain_is_told_that_the_server_has_stopped()
     with live(drain_timeout=0) as server, ThreadPoolExecutor(1) as beside:
         body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 16, "logprobs": 20}
         asked = beside.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=WAIT)
-        while not server.service._engine.has_work:
+        while not server.service.loop._engine.has_work:
             assert not asked.done()
         server.running.server.should_exit = True
         response = asked.result(WAIT)
