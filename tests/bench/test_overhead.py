@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from pando.bench import host, overhead
+from pando.bench import host, overhead, soak
 from pando.bench.lean import BadReply, Line, _understood
 from pando.bench.overhead import HTTP, OFFLINE, Sizes, measure
 from pando.errors import InvalidOption
@@ -109,3 +112,18 @@ def test_the_command_measures_a_server_in_another_process(monkeypatch, tmp_path,
 def test_nonsense_is_refused_before_anything_is_started(words):
     with pytest.raises(InvalidOption):
         overhead.main(words)
+
+
+@pytest.mark.parametrize("bench", [overhead, soak])
+def test_the_document_lists_every_option_with_its_default_and_no_other(bench: ModuleType) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "soak.md").read_text(encoding="utf-8")
+    [section] = [part for part in text.split("\n## ") if part.startswith(f"`pando bench {bench.__name__.rsplit('.', 1)[1]}`")]
+    rows = {name: default.strip() for name, default in re.findall(r"^\| `(--[a-z-]+)` \| ([^|]*)\|", section, re.MULTILINE)}
+    options = [action for action in bench._parser()._actions if action.dest != "help"]
+    assert rows == {option.option_strings[0]: _shown(option.default) for option in options}
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return ""
+    return "off" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
