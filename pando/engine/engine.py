@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -235,6 +235,8 @@ class Engine:
         now, keys, lineage = self.scheduler.clock(), list[Key](), self._lineage(tenant, public)
         extend_keys(keys, lineage, tokens, self.pages.page_size)
         match = self.tree.match(lineage, keys, tokens, len(tokens), now)
+        if match.end is not None:
+            match = replace(match, end=self.tree.first_page(match.end))  # what goes on from there is not asked for
         return self.pins.add(match, tenant, None if ttl is None else now + ttl, automatic=automatic)
 
     def expire_pins(self) -> None:

@@ -37,12 +37,12 @@ class Pins:
 
     def add(self, match: Match, tenant: Tenant, until: float | None, *, automatic: bool = False) -> Pin:
         stems = (match.stem,) if match.end is None else (match.stem, match.end)
-        pages = frozenset(page for stem in stems for segment in stem.path() for page in segment.pages)
-        if automatic:
-            self._give_way(tenant, {page for segment in match.stem.path() for page in segment.pages})
-        if len(self._pins) >= MAX_PINS:
+        yielding = self._yielding(tenant, _pages(match.stem)) if automatic else []
+        staying = [pin for pin in self if pin not in yielding]
+        pages = frozenset().union(*map(_pages, stems))
+        if len(staying) >= MAX_PINS:
             raise QuotaExceeded(f"{MAX_PINS} contexts are pinned, the most there may be; unpin one first")
-        total = len(self._held(self) | pages)
+        total = len(self._held(staying) | pages)
         if total > self.quota:
             raise QuotaExceeded(
                 f"pinning {len(pages)} pages would make {total} of the {self.quota} that pins may hold; "
@@ -50,15 +50,15 @@ class Pins:
             )
         for stem in stems:
             self._tree.pin(stem)
+        for pin in yielding:
+            self.drop(pin)
         pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, match.length, pages, until, stems, automatic)
         self._pins[pin.pin_id] = pin
         return pin
 
-    def _give_way(self, tenant: Tenant, pages: set[int]) -> None:
-        """Drops the automatic pins whose whole pages lie within a longer context."""
-        for pin in [pin for pin in self if pin.automatic and pin.tenant == tenant]:
-            if {page for segment in pin.stems[0].path() for page in segment.pages} <= pages:
-                self.drop(pin)
+    def _yielding(self, tenant: Tenant, pages: frozenset[int]) -> list[Pin]:
+        """The automatic pins whose whole pages lie within a longer context."""
+        return [pin for pin in self if pin.automatic and pin.tenant == tenant and _pages(pin.stems[0]) <= pages]
 
     def get(self, pin_id: str, owner: bytes) -> Pin | None:
         """A pin of this owner: another's does not exist for it."""
@@ -81,3 +81,8 @@ class Pins:
     @staticmethod
     def _held(pins: Iterable[Pin]) -> frozenset[int]:
         return frozenset().union(*(pin.pages for pin in pins))
+
+
+def _pages(stem: Stem) -> frozenset[int]:
+    """From the root to here."""
+    return frozenset(page for segment in stem.path() for page in segment.pages)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "error"]  # error: the model answered no number that a token could be chosen by
 
 MAX_N = 128
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256  # an answer is compared with all of them at each token
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite

@@ -154,6 +154,16 @@ class PrefixTree:
     def unpin(self, stem: Stem) -> None:
         assert stem.pins > 0
         stem.pins -= 1
+        self._drop_if_bare(stem)
+
+    def _drop_if_bare(self, root: Stem) -> None:
+        """There may be any number of tenants: one that nothing is known of needs no root."""
+        if root.parent is None and not root.children and not root.pins and self._roots.get(root.segment.key) is root:
+            del self._roots[root.segment.key]
+
+    def first_page(self, stem: Stem) -> Stem:
+        """A stem of one page that begins as this one does; the rest of it hangs below."""
+        return stem if len(stem.segment.pages) == 1 else self._cut(stem, 1)
 
     def evictable(self) -> int:
         """How many pages `evict` could free: those not on the way to a pinned stem."""
@@ -225,8 +235,7 @@ class PrefixTree:
         else:
             assert leaf.parent is not None
             del leaf.parent.children[old.keys[0]]
-            if leaf.parent.parent is None and not leaf.parent.children and not leaf.parent.pins:
-                del self._roots[leaf.parent.segment.key]
+            self._drop_if_bare(leaf.parent)
         return list(old.pages[keep:])
 
 

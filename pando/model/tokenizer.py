@@ -57,10 +57,16 @@ class Tokenizer:
         Otherwise the text is only text, whatever it spells."""
         return list(self._encoding(text, special).ids)
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As `encode`, and which characters each token stands for, first and end; (0, 0) where it was added around the text."""
+    def encode_with_offsets(self, text: str, most: int = 2**31) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode`, and which characters each token stands for, first and end; (0, 0) where it was added around the text. Of more than
+        `most` tokens nobody wants to know."""
         encoding = self._encoding(text, special=True)
-        return list(encoding.ids), list(encoding.offsets)
+        return list(encoding.ids), list(encoding.offsets) if len(encoding) <= most else []
+
+    @cached_property
+    def longest(self) -> int:
+        """The most bytes that one token stands for."""
+        return max(len(self.token_bytes(token, skip_special=False)) for token in range(self.vocab_size))
 
     def _encoding(self, text: str, special: bool) -> _Encoding:
         if not isinstance(text, str):
@@ -75,7 +81,8 @@ class Tokenizer:
         begin = self._names.get("bos_token")
         begun = begin is not None and text.startswith(begin)
         library = self._library if special else self._literal
-        return library.encode(text, add_special_tokens=special and not begun)
+        [encoding] = library.encode_batch([text], add_special_tokens=special and not begun)  # `encode` would hold up all other threads
+        return encoding
 
     @cached_property
     def _literal(self) -> _Library:

@@ -39,7 +39,7 @@ ADVICE = {
     "cold": "nothing of this prompt was seen before",
     "diverged": "what is cached goes on differently from this token on; put what changes behind what does not",
     "evicted": "it was cached, and its pages were needed; pin it, or raise --kv-cache-tokens",
-    "other_tenant": "it is cached under another cache_salt; use the same one to share it",
+    "other_tenant": "it was cached under another cache_salt; use the same one to share it",
     "too_short": "a prompt of one token is always computed",
     "off": "reuse was ruled out: prefix caching is off, or the prompt's logprobs were asked for",
 }

@@ -1,10 +1,12 @@
 """The routes."""
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Header
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -44,7 +46,9 @@ from .views import (
 )
 from .wire import ChatBody, CompletionBody, DetokenizeBody, Generation, PinBody, TokenizeBody, UnpinBody, WarmBody
 
-LARGE = 2**16  # bytes of a body from which it is parsed beside the event loop
+LARGE = 2**16  # bytes of a body from which it is parsed beside the event loop, one at a time
+MAX_NESTED = 2**16  # objects and lists of such a body: each costs far more memory than its two characters
+PATIENCE = 60  # seconds that a body may take to arrive
 MAX_SEGMENTS = 1000  # that one view of the cache lists
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"model": FailureBody, "description": "The request cannot be answered as it is."},
@@ -63,9 +67,17 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 class _Request(Request):
     async def json(self) -> Any:
         """Parses a long body in another thread: while it is parsed, others get their tokens."""
-        body = await self.body()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                body = await self.body()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {PATIENCE} s; send the request again") from None
         self.state.arrived = time.perf_counter()
-        return json.loads(body) if len(body) < LARGE else await run_in_threadpool(json.loads, body)
+        if len(body) < LARGE:
+            return json.loads(body)
+        if (nested := body.count(b"{") + body.count(b"[")) > MAX_NESTED:
+            raise HTTPException(400, f"the body has {nested} objects and lists; at most {MAX_NESTED} are allowed")
+        return await to_thread.run_sync(json.loads, body, limiter=self.app.state.parsing)
 
 
 class _Route(APIRoute):
@@ -90,6 +102,7 @@ def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Trac
         strict_content_type=False,
         responses={code: FAILURES[code] for code in (401, 404, 413, 422, 503)},
     )
+    app.state.parsing = CapacityLimiter(1)
     app.router.route_class = _Route
     routes = _Routes(service, tenants, journal, tracing)
     routes.add_to(app)
@@ -246,7 +259,9 @@ class _Routes:
     # ---- state
 
     async def health(self) -> Response:
-        """Whether the process lives."""
+        """Whether the process lives, and its engine with it."""
+        if self.service.state == "ready" and not self.service.loop.alive:
+            raise HTTPException(503, "the engine has stopped; restart the server")
         return _json(Health(status="ok"))
 
     async def ready(self) -> Response:

@@ -14,7 +14,7 @@ from ..errors import PandoError
 from .answers import Account, ChatAnswers, TextAnswers
 from .failures import failure
 from .journal import Journal
-from .replies import DONE, ChatCompletion, Envelope, TextCompletion, encode, event
+from .replies import DONE, Envelope, encode, event
 from .service import Service, Ticket
 from .tracing import RequestSpan
 
@@ -63,11 +63,11 @@ class Exchange:
         """The whole answer at once, unless the client leaves before."""
         try:
             reply = await unless_gone(request, self._read())
-            return gone() if reply is None else Response(encode(reply), media_type="application/json")
+            return gone() if reply is None else Response(reply, media_type="application/json")
         finally:
             self._close()
 
-    async def _read(self) -> ChatCompletion | TextCompletion:
+    async def _read(self) -> bytes:
         try:
             async for batch in self._ticket.batches():
                 self._first_token()
@@ -76,7 +76,9 @@ class Exchange:
         except PandoError as error:
             self._error = error
             raise
-        return self._answers.whole()
+        if self._ticket.asked.params.logprobs is None:
+            return encode(self._answers.whole())
+        return await self._service.beside(lambda: encode(self._answers.whole()))  # it may be long
 
     def stream(self) -> EventStream:
         return EventStream(self._events(), self._close)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..engine.request import Constraint, SamplingParams, Tenant
-from ..errors import InvalidPrompt
+from ..errors import InvalidPrompt, PromptTooLong
 from ..model.tokenizer import Tokenizer
 from . import tools
 from .grammar import Grammars
@@ -40,8 +40,10 @@ class Asked:
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, template: str | None, grammars: Grammars, history: History, public: Public) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None, grammars: Grammars, history: History, public: Public, max_len: int
+    ) -> None:
+        self._tokenizer, self._template, self._max_len = tokenizer, template, max_len
         self._grammars, self._history, self._public = grammars, history, public
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
@@ -57,7 +59,7 @@ class Prompts:
             if special:
                 params = replace(params, skip_special_tokens=False)
         prompt = self._conversation(messages, wanted, answered=True)
-        drift = self._history.explain(tenant.salt, messages, prompt.tokens, session)
+        drift = self._history.explain(tenant.salt, messages, prompt.tokens, session) if prompt.starts else None
         if drift is not None and drift.message is None:
             drift = replace(drift, message=prompt.message_of(drift.token))
         return Asked([replace(prompt, drift=drift)], params, constraint, form, not body.parallel_tool_calls, messages=messages)
@@ -86,11 +88,22 @@ class Prompts:
 
     def _conversation(self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool) -> Prompt:
         text = self._tokenizer.chat(messages, add_generation_prompt=answered, template=self._template, tools=definitions)
-        tokens, offsets = self._tokenizer.encode_with_offsets(text)
-        starts = message_starts(text, [message["content"] for message in messages], offsets)
+        self._check_length(text)
+        tokens, offsets = self._tokenizer.encode_with_offsets(text, self._max_len)
+        starts = message_starts(text, [message["content"] for message in messages], offsets) if offsets else ()
         return Prompt(tokens, text, self._public.length(tokens), starts)
 
+    def _check_length(self, text: str) -> None:
+        """What cannot fit whatever its tokens are is not tokenised: that takes seconds for megabytes."""
+        least = len(text) // self._tokenizer.longest
+        if least > self._max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, at least {least} tokens, and the context holds {self._max_len}; shorten the prompt"
+            )
+
     def _plain(self, prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            self._check_length(prompt)
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return Prompt(tokens, prompt if isinstance(prompt, str) else None, self._public.length(tokens))
 

@@ -1,13 +1,14 @@
 """`pando serve`: a socket, the routes, the engine, and what happens on signals."""
 
 import asyncio
+import gc
 import json
 import os
 import shlex
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NoReturn
 
@@ -47,6 +48,7 @@ def serve(engine: EngineConfig, server: ServerConfig, model: Model | None = None
     tenants = Tenants(server.api_key, engine.cache_salt)
     listener = _listen(server.host, server.port)
     running = Running(engine, server, tenants, journal, listener, model)
+    running.on_ready = _keep_what_is_loaded
     try:
         with asyncio.Runner(loop_factory=running.server.config.get_loop_factory()) as runner:
             runner.run(running.run())
@@ -59,6 +61,12 @@ def serve(engine: EngineConfig, server: ServerConfig, model: Model | None = None
     if _threads_left():
         _leave(0)
     return 0
+
+
+def _keep_what_is_loaded() -> None:
+    """Looking through it for garbage, again and again, would hold up every thread."""
+    gc.collect()
+    gc.freeze()
 
 
 def _leave(code: int) -> NoReturn:
@@ -88,6 +96,7 @@ class Running:
     ) -> None:
         self.service = Service(engine, server, lambda message: journal.warning("not pinned", reason=message))
         self.failure: BaseException | None = None
+        self.on_ready: Callable[[], None] = lambda: None
         self._journal, self._model, self._listener = journal, model, listener
         self._tracing = tracing(os.environ)
         self.app = make_app(self.service, tenants, journal, self._tracing)
@@ -127,6 +136,7 @@ class Running:
                 self.failure, self.service.state = error, "failed"
                 self.server.should_exit = True
             return
+        self.on_ready()
         self._announce()
 
     def _announce(self) -> None:

@@ -1,6 +1,7 @@
 """The engine as the event loop sees it: requests go in, tokens come out, and nothing here waits for a step."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,6 +112,7 @@ class Service:
         self._tickets: dict[str, Ticket] = {}
         self._open = 0  # rows
         self._preparing = 0  # requests
+        self._numbers = itertools.count()
         self._seconds = 1.0  # that a request takes, lately
 
     # ---- life
@@ -138,7 +140,7 @@ class Service:
         self.history = History(tokenizer.decode)
         grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
         self.workers.submit(grammars.json_object)  # its first use is slow
-        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared))
+        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), engine.max_len)
         return engine
 
     async def start(self, model: Model | None = None) -> None:
@@ -201,13 +203,17 @@ class Service:
         """Hands a request to the engine; raises what is wrong with it. Whoever opens a ticket closes it."""
         self.check_ready()
         self.check_room()
-        ticket = Ticket(request_id, asked, time.perf_counter() + self.config.request_timeout)
+        # Two requests may well come with one id; the engine's must be its own, or one would get the other's tokens.
+        ticket = Ticket(f"{next(self._numbers)}-{request_id}", asked, time.perf_counter() + self.config.request_timeout)
         self._open += ticket.open_answers
         self._tickets |= dict.fromkeys(ticket.names, ticket)
         try:
-            for name, prompt in zip(ticket.names, asked.prompts, strict=True):
-                request = Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint)
-                await self._answered(self.loop.add(request))
+            posted = [
+                self.loop.add(Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint))
+                for name, prompt in zip(ticket.names, asked.prompts, strict=True)
+            ]
+            for each in posted:
+                await self._answered(each)
         except asyncio.CancelledError:
             self.close(ticket)
             raise
@@ -251,7 +257,11 @@ class Service:
         return cached
 
     async def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None) -> Pin:
-        return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl))
+        pin = await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl))
+        if pin.tokens < len(tokens) - 1:  # the last token's states are not always there
+            await self.ask_engine(lambda engine: engine.pins.drop(pin))
+            raise QuotaExceeded("it was evicted before it could be pinned: the cache is under pressure; try again, or raise kv_cache_tokens")
+        return pin
 
     async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float) -> Pin | None:
         try:

@@ -109,7 +109,7 @@ def test_an_answer_that_differs_from_the_one_given_alone_is_found(log, monkeypat
 def test_a_page_that_is_never_given_back_is_found(log, monkeypatch):
     monkeypatch.setattr(soak, "REST", 1.0)
     with small_server() as server:
-        pages = server.service._engine.pages
+        pages = server.service.loop._engine.pages
         pages.take(1, None, 0)
         seen = observe(server, log)
     assert failed(seen) == {"pages lost at rest"}
@@ -118,7 +118,7 @@ def test_a_page_that_is_never_given_back_is_found(log, monkeypatch):
 def test_a_pin_that_stays_is_found(log, monkeypatch):
     monkeypatch.setattr(soak, "REST", 1.0)
     with small_server() as server:
-        engine = server.service._engine
+        engine = server.service.loop._engine
         monkeypatch.setattr(engine.pins, "drop", lambda pin: None)
         seen = observe(server, log)
     assert "pages pinned at rest" in failed(seen)

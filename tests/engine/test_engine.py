@@ -234,6 +234,29 @@ def test_the_pin_of_a_turn_gives_way_to_that_of_the_next() -> None:
     assert [pin.tokens for pin in engine.pins if pin is not other] == [asked.tokens, 26]
 
 
+def test_a_pin_holds_no_more_than_was_asked_for() -> None:
+    engine = tiny_engine()
+    ask(engine, TRUNK)
+    assert len(engine.pin(TRUNK[:6], Tenant(), 0, None).pages) == 2
+
+
+def test_a_turn_that_exceeds_the_quota_leaves_the_last_ones_pin() -> None:
+    engine = tiny_engine(kv_cache_tokens=160)
+    engine.pins.quota = 3
+    ask(engine, TRUNK)
+    pin = engine.pin(TRUNK[:9], Tenant(), 0, 60, automatic=True)
+    with pytest.raises(QuotaExceeded):
+        engine.pin(TRUNK[:20], Tenant(), 0, 60, automatic=True)
+    assert list(engine.pins) == [pin]
+
+
+def test_tenants_of_whom_nothing_is_cached_leave_nothing_in_the_tree() -> None:
+    engine = tiny_engine(prefix_caching=False)
+    for number in range(20):
+        ask(engine, TRUNK, tenant=Tenant(str(number).encode()))
+    assert engine.tree._roots == {}
+
+
 def test_an_owner_sees_its_own_segments_and_the_public_ones() -> None:
     engine = tiny_engine()
     ask(engine, TRUNK[:8], tenant=PUBLIC)

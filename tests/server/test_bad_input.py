@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from pando.model.tokenizer import Tokenizer
+
 from .live import Live, live
 
 GOOD = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -91,7 +93,7 @@ COMPLETIONS = {
     "null": (b"null", 422, "should be an object"),
     "a list": (b"[]", 422, "should be an object"),
     "invalid UTF-8": (b'{"prompt": "\xff\xfe"}', 400, "UTF-8"),
-    "nested without end": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested"),
+    "nested without end": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "objects and lists"),
     "nested without end, unasked": (b'{"prompt": "a", "x": ' + b'{"y":' * 50_000 + b"1" + b"}" * 50_000 + b"}", 400, "nested"),
     "a number of 10,000 digits": (b'{"prompt": "a", "max_tokens": 1' + b"0" * 10_000 + b"}", 400, "numbers"),
     "a number of 400 digits": (b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}", 422, "max_tokens: "),
@@ -111,7 +113,7 @@ COMPLETIONS = {
     "a number for text": (plain(prompt=7), 422, "prompt: "),
     "an object for text": (plain(prompt={}), 422, "prompt: "),
     "a mixed prompt": (plain(prompt=["a", 1]), 422, "prompt.1: "),
-    "10,000 stop strings": (plain(stop=[f"stop {i}" for i in range(10_000)]), 422, "stop: .*64.*10000"),
+    "10,000 stop strings": (plain(stop=[f"stop {i}" for i in range(10_000)]), 422, "stop: .*16.*10000"),
     "a stop string without end": (plain(stop="a" * 100_000), 422, "stop: "),
     "an empty stop string": (plain(stop=[""]), 422, "stop.0: "),
     "100,000 biases": (plain(logit_bias={str(i): 1 for i in range(100_000)}), 422, "logit_bias: "),
@@ -360,3 +362,17 @@ def test_a_chat_template_that_fails_refuses_the_conversation_and_nothing_else(tm
             assert "the chat template refuses this conversation" in refused(answer, 400)["message"], word
         assert client.post("/v1/chat/completions", content=spoken()).status_code == 200
         assert "error" not in server.log.getvalue()
+
+
+def test_a_body_of_very_many_objects_is_refused(client: httpx.Client) -> None:
+    body = b'{"prompt": "x", "ignored": [' + b"{}," * 2**17 + b"0]}"
+    assert "objects and lists" in refused(client.post("/v1/completions", content=body), 400)["message"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "_encoding", lambda *given: pytest.fail("it was tokenised"))
+    for path, body in (
+        ("completions", {"prompt": "x" * 2**20}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 2**20}]}),
+    ):
+        assert refused(client.post(f"/v1/{path}", json=body), 400)["code"] == "context_length_exceeded"

@@ -1,9 +1,11 @@
 """Tenants through HTTP: what one has computed, no other can hit, see or time; unless it is public."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -148,3 +150,23 @@ def test_keys_are_not_in_the_log(server: Live, one: openai.OpenAI) -> None:
 def test_a_missing_file_of_public_text_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="share_prefix"), live(share_prefix=(str(tmp_path / "none.txt"),)):
         pass
+
+
+def test_requests_of_one_id_get_their_own_answers() -> None:
+    """Ids are the clients' choice: a router that tries again uses one twice, and another tenant may use it, too."""
+    with live(api_key=("ka", "kb")) as server:
+        bodies = [{"prompt": text, "max_tokens": 40, "temperature": 0, "ignore_eos": True} for text in ("first", "other one", "first")]
+        keys = ("ka", "kb", "ka")
+
+        def ask(place: int, name: str | None) -> str:
+            headers = {"authorization": f"Bearer {keys[place]}"} | ({"x-request-id": name} if name else {})
+            reply = httpx.post(server.url + "/v1/completions", json=bodies[place], headers=headers, timeout=60)
+            assert reply.status_code == 200, reply.text
+            return str(reply.json()["choices"][0]["text"])
+
+        alone = [ask(place, None) for place in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(5):
+                assert list(pool.map(lambda place: ask(place, "same"), range(3))) == alone
+        server.settle()
+        assert server.service._open == 0

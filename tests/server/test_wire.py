@@ -286,7 +286,7 @@ for _ in range(5000):
         (wire.CompletionBody, {"logprobs": MAX_LOGPROBS + 1}, "logprobs: Input should be less than or equal to 20"),
         (wire.ChatBody, {"logprobs": True, "top_logprobs": MAX_LOGPROBS + 1}, "top_logprobs: Input should be less than or equal to 20"),
         (wire.ChatBody, {"stop": ["a"] * 10_000}, f"stop: List should have at most {MAX_STOPS} items"),
-        (wire.ChatBody, {"stop": too_long(MAX_STOP_CHARS)}, "stop: String should have at most 1024 characters"),
+        (wire.ChatBody, {"stop": too_long(MAX_STOP_CHARS)}, f"stop: String should have at most {MAX_STOP_CHARS} characters"),
         (wire.ChatBody, {"stop": [""]}, "stop.0: String should have at least 1 character"),
         (wire.ChatBody, {"stop_token_ids": [1] * 1025}, "stop_token_ids: List should have at most 1024 items"),
         (wire.ChatBody, {"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}}, "logit_bias: Input should have at most 1024 entries"),
