@@ -260,7 +260,9 @@ class Service:
         pin = await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl))
         if pin.tokens < len(tokens) - 1:  # the last token's states are not always there
             await self.ask_engine(lambda engine: engine.pins.drop(pin))
-            raise QuotaExceeded("it was evicted before it could be pinned: the cache is under pressure; try again, or raise kv_cache_tokens")
+            raise QuotaExceeded(
+                "it was evicted before it could be pinned: the cache is under pressure; try again, or raise kv_cache_tokens"
+            )
         return pin
 
     async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float) -> Pin | None:
