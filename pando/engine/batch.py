@@ -3,6 +3,7 @@
 When the same rows decode on in the same pages, the lowered plan of the last step still holds: only tokens, positions and slots move on.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,8 @@ from ..model.decoder import Attend, Step
 from ..model.load import Model
 from .scheduler import Row, Schedule
 
+log = logging.getLogger(__name__)
+
 Numbers = NDArray[np.int64]
 
 
@@ -36,12 +39,27 @@ Lower = Callable[[Sequence[reference.Read], Tensor, Geometry], Lowered]
 
 def lowering_of(model: Model, *, use_reference: bool = False) -> Lower | None:
     """The fastest path that the model's device has."""
-    if use_reference or model.device.type != "cpu":
+    if use_reference:
         return None
     geometry = model.decoder.geometry
+    if model.device.type != "cpu":
+        return _on_gpu(model.device, geometry)
     if model.library is not None and supports(geometry):
         return partial(NativeLowering, model.library, Dense.measure(model.library, geometry))
     return Lowering
+
+
+def _on_gpu(device: torch.device, geometry: Geometry) -> Lower | None:
+    try:
+        from ..kernels import triton
+
+        if triton.supports(geometry):
+            return partial(triton.TritonLowering, device)
+        reason = f"they are not made for {geometry.heads // geometry.kv_heads} queries per key head of {geometry.head_dim}"
+    except ImportError as error:
+        reason = f"Triton cannot be imported ({error})"
+    log.warning("Pando's own GPU kernels are not used, the slow definition is: %s", reason)
+    return None
 
 
 class Batcher:
@@ -109,7 +127,9 @@ class Batcher:
         return reads
 
     def _tensor(self, numbers: Numbers) -> Tensor:
-        return torch.from_numpy(numbers).to(self.device)
+        """A path lowers reads on the host; the definition takes them as they are."""
+        found = torch.from_numpy(numbers)
+        return found.to(self.device) if self.lower is None else found
 
 
 def _wanted(rows: Sequence[Row], counts: Sequence[int]) -> list[int]:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .cpu import Run, Square, split_own
 from .ops import Activation, Apply, TorchOps
 from .reference import Geometry, Read
-from .rope import rotate, turns
+from .rope import rotate
+from .tiling import Tiling
 from .timing import seconds
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -204,7 +204,7 @@ class Dense(NamedTuple):
 
 
 class NativeLowering:
-    """Reads as the C kernel takes them: tiles of (keys, queries), a few int32 arrays. Valid until the plan changes.
+    """A plan as the C kernel takes it. Valid until the plan changes.
 
     Reads that torch's kernel answers faster go there; the C kernel merges what they answer with its own parts.
     """
@@ -213,18 +213,11 @@ class NativeLowering:
         self._run, self._geometry, self._count = library.attend, geometry, len(positions)
         self._dense: list[tuple[Run | Square, slice]] = []
         owners: list[int] = []  # the token that each part answers
-        tiled = [
-            kept for read in reads if len(read.slots) and len(read.queries) for kept in self._share_out(read, dense, positions, owners)
-        ]
-        self._slots = _int32([read.slots.numpy() for read in tiled])
-        self._lengths = _int32([np.full(len(read.queries), len(read.slots)) for read in tiled])
-        self._first = _int32([np.full(len(read.queries), read.first) for read in tiled])
-        self._reader = np.concatenate([NONE, *(read.queries.numpy() for read in tiled)])
-        self._shifts = np.concatenate([NONE, *(read.shifts.numpy() for read in tiled)])
-        self._tile(tiled, max(1, TILE_ROWS // (geometry.heads // geometry.kv_heads)), owners)
-        self._find_moved()
-        self._parts = torch.empty(len(owners), geometry.heads, geometry.head_dim)
-        self._peaks, self._sums = torch.empty(2, len(owners), geometry.heads)
+        kept = [part for read in reads if len(read.slots) and len(read.queries) for part in self._share_out(read, dense, positions, owners)]
+        enough = TASKS_PER_THREAD * torch.get_num_threads() / geometry.kv_heads
+        self._tiling = Tiling(kept, positions, geometry, rows=TILE_ROWS, keys=TILE_KEYS, enough=enough, owners=owners)
+        self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
+        self._peaks, self._sums = torch.empty(2, self._tiling.parts, geometry.heads)
         self.begin(positions)
 
     def _share_out(self, read: Read, dense: Dense, positions: Tensor, owners: list[int]) -> list[Read]:
@@ -242,38 +235,8 @@ class NativeLowering:
                 kept.append(part)
         return kept
 
-    def _tile(self, reads: Sequence[Read], pairs: int, owners: list[int]) -> None:
-        """Cuts reads into tiles, and lists for each token the parts that answer it."""
-        tiles, slot, pair = [], 0, 0
-        enough = TASKS_PER_THREAD * torch.get_num_threads() / self._geometry.kv_heads
-        for read in reads:
-            step = len(read.slots) if len(read.queries) / pairs > enough else TILE_KEYS
-            for start in range(0, len(read.queries), pairs):
-                width = min(pairs, len(read.queries) - start)
-                for key in range(0, len(read.slots), step):
-                    tiles.append((slot, key, min(key + step, len(read.slots)), pair + start, width, len(owners)))
-                    owners += read.queries[start : start + width].tolist()
-            slot += len(read.slots)
-            pair += len(read.queries)
-        self._tiles = np.array(tiles, dtype=np.int32)
-        order = np.argsort(np.array(owners), kind="stable")
-        self._of = order.astype(np.int32)
-        self._starts = np.searchsorted(np.array(owners)[order], np.arange(self._count + 1)).astype(np.int32)
-
-    def _find_moved(self) -> None:
-        """A pair whose placement is shifted looks with a query of its own, behind those of the step."""
-        self._moved = np.flatnonzero(self._shifts)
-        self._query = self._reader.astype(np.int32)
-        if self._geometry.freqs is not None:
-            self._query[self._moved] = self._count + np.arange(len(self._moved))
-
     def begin(self, positions: Tensor) -> None:
-        at = positions.numpy()[self._reader] - self._shifts
-        self._seen = np.minimum(at - self._first + 1, self._lengths).astype(np.int32)
-        self._ahead = (self._first - at).astype(np.int32)
-        self._turn = None
-        if len(self._moved) and self._geometry.freqs is not None:
-            self._turn = turns(torch.from_numpy(at[self._moved]), self._geometry.freqs, self._geometry.factor)
+        self._tiling.begin(positions.numpy())
         for part, place in self._dense:
             part.begin(positions)
             self._sums[place] = 1.0
@@ -281,9 +244,10 @@ class NativeLowering:
 
     def _addresses(self) -> tuple[object, ...]:
         """All of the kernel's arguments that stay the same from layer to layer."""
-        arrays = (self._slots, self._query, self._seen, self._ahead, self._starts, self._of)
+        tiling = self._tiling
+        arrays = (tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
         return (
-            None if self._geometry.slopes is None else self._geometry.slopes.data_ptr(), self._tiles.ctypes.data, len(self._tiles),
+            None if self._geometry.slopes is None else self._geometry.slopes.data_ptr(), tiling.tiles.ctypes.data, len(tiling.tiles),
             *(array.ctypes.data for array in arrays), self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
         )  # fmt: skip
 
@@ -292,27 +256,11 @@ class NativeLowering:
             out, lse = part.read(q, turned, k, v)
             self._parts[place] = out
             torch.mul(lse, LOG2_E, out=self._peaks[place])
-        if self._turn is not None:
-            turned = torch.cat((turned, rotate(q[torch.from_numpy(self._reader[self._moved])], self._turn)))
+        if self._tiling.turn is not None:
+            moved = q[torch.from_numpy(self._tiling.reader[self._tiling.moved])]
+            turned = torch.cat((turned, rotate(moved, self._tiling.turn)))
         turned = turned.contiguous()
         out, g = torch.empty_like(turned[: self._count]), self._geometry
-        self._run(
-            turned.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            *self._arguments,
-            out.data_ptr(),
-            self._count,
-            g.heads,
-            g.kv_heads,
-            g.head_dim,
-            g.scale,
-        )
+        addresses = turned.data_ptr(), k.data_ptr(), v.data_ptr()
+        self._run(*addresses, *self._arguments, out.data_ptr(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale)
         return out
-
-
-NONE = np.zeros(0, dtype=np.int64)
-
-
-def _int32(arrays: Sequence["np.ndarray[tuple[int], np.dtype[np.int64]]"]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-    return np.concatenate([NONE, *arrays]).astype(np.int32)
