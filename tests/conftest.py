@@ -1,5 +1,6 @@
 """Models for tests: the default one, and files small enough to be made on the spot."""
 
+import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import pre_tokenizers
 
 from pando.model import hub
@@ -17,6 +19,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its own functions are made then, one way or the other
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 
 

@@ -1,6 +1,5 @@
 """The GPU kernels against the definition, over random plans: through Triton's interpreter where there is no GPU."""
 
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -14,9 +13,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
+    from pando.kernels import triton
+
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
             from triton.runtime import interpreter
 
             once = interpreter._patch_lang_tensor
@@ -27,9 +27,7 @@ def kernels() -> Iterator[ModuleType]:
                 scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
 
             patch.setattr(interpreter, "_patch_lang_tensor", with_index)
-        module = importlib.import_module("pando.kernels.triton")
-        yield importlib.reload(module)  # whether they are interpreted is decided when they are defined
-    importlib.reload(module)
+        yield triton
 
 
 class OnDevice:
