@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .chat import chat, utf8
-from .config import EngineConfig, ServerConfig, choices, kinds, load, load_server, options
+from .config import EngineConfig, Parser, ServerConfig, choices, kinds, load, load_server, options
 from .engine.request import FinishReason, RequestOutput, SamplingParams
 from .errors import BadModelFile, InvalidOption, InvalidPrompt, PandoError
 
@@ -190,13 +190,6 @@ def _sampling(arguments: argparse.Namespace, config: EngineConfig) -> SamplingPa
         stop=arguments.stop,
         max_tokens=arguments.max_tokens,
     )
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

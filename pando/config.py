@@ -4,13 +4,14 @@ A later source wins: default, TOML file, environment (PANDO_MAX_NUM_SEQS=8), com
 values is an array in the file, separated by commas in the environment, and a flag given several times on the command line.
 """
 
+import argparse
 import re
 import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypeVar, Union, get_args, get_origin
+from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from .errors import InvalidOption
 
@@ -125,6 +126,13 @@ class ServerConfig:
         for origin in self.cors_origins:
             if origin != "*" and re.fullmatch(r"https?://[^\s/]+", origin) is None:
                 raise InvalidOption(f"cors_origins has {origin!r}; write scheme and host without a path, such as https://example.org, or *")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors look like every other error of Pando."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
 def options(of: type[EngineConfig] | type[ServerConfig] = EngineConfig) -> "tuple[Field[object], ...]":

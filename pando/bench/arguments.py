@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
 from urllib.parse import urlsplit
 
 import httpx
 
+from ..config import Parser
 from ..errors import InvalidOption
 from . import plot
 from .client import Endpoint, Target
@@ -17,13 +18,6 @@ from .traffic import MAX_REQUESTS, Kind, Source, Workload, read_lengths, source
 
 REQUESTS = 32
 PREFIX_TOKENS, TURNS = 512, 4  # of the workloads that are about them
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Size:
     window: int
 
 
-FULL = Size(repeats=3, chats=32, system_tokens=512, answer=64, prefix=2048, rows=32, question=16, new=32, scored_tokens=16384, window=2048)
+FULL = Size(repeats=3, chats=32, system_tokens=2048, answer=64, prefix=2048, rows=32, question=16, new=32, scored_tokens=16384, window=2048)
 QUICK = Size(repeats=1, chats=3, system_tokens=96, answer=8, prefix=256, rows=4, question=16, new=32, scored_tokens=512, window=256)
 
 

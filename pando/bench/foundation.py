@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
+from ..config import Parser
 from ..errors import InvalidOption
 from . import cases
 from .baseline import library, write_random_model
@@ -25,13 +25,6 @@ CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
     "pages": cases.pages_in_use,
 }
 NEEDS_REAL_WEIGHTS = ("greedy", "perplexity")
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -78,6 +78,13 @@ def line(result: Result) -> str:
     return f"  {result.case}: {', '.join(parts)}" + (f" ({result.note})" if result.note else "")
 
 
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
 def table(results: Sequence[Result]) -> str:
     heads = ("case", "Pando", "against", "unit", "ratio", "target", "met")
     rows = [
@@ -92,11 +99,8 @@ def table(results: Sequence[Result]) -> str:
         )
         for result in results
     ]
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
-    lines.insert(1, "  ".join("-" * width for width in widths))
     notes = [f"  {result.case}: {result.note}" for result in results if result.note]
-    return "\n".join([*lines, *(["", "notes", *notes] if notes else [])])
+    return "\n".join([columns(heads, rows), *(["", "notes", *notes] if notes else [])])
 
 
 def _number(value: float | None) -> str:

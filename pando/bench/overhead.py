@@ -1,6 +1,5 @@
 """`pando bench overhead`: what HTTP costs. The same prompts through `LLM` and through a server, in turn, in one run."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -12,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import NoReturn
 
 import torch
 
-from ..config import EngineConfig, load
+from ..config import EngineConfig, Parser, load
 from ..engine.llm import LLM
 from ..engine.request import SamplingParams
 from ..errors import InvalidOption
@@ -45,13 +43,6 @@ class Sizes:
         """Tokens of a pool in which nothing is ever evicted, whatever is rounded up to whole pages."""
         rounds = self.clients * (self.repeats + 1) + 4 * self.firsts
         return self.prefix + rounds * (self.own + self.tokens + 2 * EngineConfig.page_size)
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .load import Outcome, Run
+from .measure import columns
 
 UNFINISHED = "not finished when the run was stopped"
 
@@ -121,13 +122,6 @@ def _failures(outcomes: Sequence[Outcome], planned: int) -> tuple[dict[str, int]
     counts = Counter(failure.reason for failure in found)
     counts[UNFINISHED] = planned - len(outcomes)
     return {reason: count for reason, count in counts.most_common() if count}, {f.reason: f.detail for f in reversed(found) if f.detail}
-
-
-def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
 
 
 def describe(run: Run) -> str:

@@ -1,6 +1,5 @@
 """`pando bench soak`: mixed load on a small server, good and bad, of two tenants; whatever goes wrong or is not given back is told."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -10,10 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 import httpx
 
+from ..config import Parser
 from ..errors import InvalidOption
 from .client import connect
 from .crowd import TENANTS, Crowd, alone, session
@@ -34,13 +33,6 @@ SERVER = (
     *("--dtype", "float32", "--page-size", "16", "--kv-cache-tokens", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "128"),
     *("--max-body-mib", str(BODY_MIB), "--log-level", "error", "--disable-log-requests"),
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str]) -> int:
