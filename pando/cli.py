@@ -110,6 +110,10 @@ def _bench(argv: list[str]) -> int:
             from .bench.soak import main as soak
 
             return soak(argv[1:])
+        case ["attention"]:
+            from .bench.attention import main as attention
+
+            return attention(argv[1:])
     from .bench.foundation import main as foundation
 
     return foundation(argv)
@@ -240,7 +244,7 @@ def parser() -> Parser:
 
     commands.add_parser(
         "bench",
-        help="measure Pando beside transformers; `bench serve` loads any server, `bench overhead` and `bench soak` try Pando's",
+        help="measure Pando beside transformers; `attention`, `serve`, `overhead` or `soak` behind it measure its parts, or any server",
         add_help=False,
     )
     commands.add_parser("version", help="print the version")

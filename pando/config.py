@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Attention = Literal["auto", "reference"]
+Attention = Literal["auto", "shared", "flat", "reference"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MetricsCompat = Literal["none", "vllm"]
 
@@ -62,7 +62,11 @@ class EngineConfig:
     prefix_caching: bool = _option(True, "reuse the KV cache of prompts that begin alike; answers are the same without it")
     seed: int = _option(0, "where sampling starts for requests that bring no seed of their own", 0, 2**63 - 1)
     threads: int | None = _option(None, "CPU threads; auto: one per core", 1, 2**12)
-    attention: Attention = _option("auto", "auto takes the fast path of the device; reference takes the slow definition, for comparison")
+    attention: Attention = _option(
+        "auto",
+        "auto reads a context once for all rows that share it, where that pays; for comparison, shared does so always, flat never, and "
+        "reference takes the slow definition",
+    )
     native: bool = _option(True, "use Pando's compiled CPU kernels, which need a C compiler at the first start; otherwise torch's")
     cache_salt: str = _option("", "part of every cache key: requests under different salts never share cached context")
 

@@ -38,7 +38,7 @@ def played(engine: Engine, requests: list[Request], chance: random.Random, seen:
         if waiting or engine.has_work:
             for event in engine.step():
                 said.setdefault((event.request_id, event.index), []).append(event.token)
-            seen["shared"] += len(engine.batcher.plan.shared)
+            seen["shared"] += engine.batcher.plan.shared
             seen["evicted"] += engine.tree.pages < held
             held = engine.tree.pages
             if chance.random() < 0.01 and engine.answers:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.cpu import Lowering
-from ..kernels.native import Dense, NativeLowering, supports
+from ..kernels.native import Dense, Library, NativeLowering, supports
+from ..kernels.reads import Reads
 from ..kernels.reference import Geometry
-from ..kv.plan import Plan, plan
+from ..kv.plan import DEFAULT, CostModel, Plan, plan, ranges
 from ..model.decoder import Attend, Step
 from ..model.load import Model
 from .scheduler import Row, Schedule
@@ -34,74 +35,100 @@ class Lowered(Protocol):
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
-Lower = Callable[[Sequence[reference.Read], Tensor, Geometry], Lowered]
+Lower = Callable[[Reads, Tensor, Geometry], Lowered]
 
 
-def lowering_of(model: Model, *, use_reference: bool = False) -> Lower | None:
-    """The fastest path that the model's device has."""
-    if use_reference:
-        return None
-    geometry = model.decoder.geometry
-    if model.device.type != "cpu":
-        return _on_gpu(model.device, geometry)
-    if model.library is not None and supports(geometry):
-        return partial(NativeLowering, model.library, Dense.measure(model.library, geometry))
+def lowering_of(model: Model, page_size: int, *, use_reference: bool = False) -> Lower | None:
+    """The fastest path that the model's device has. None: the definition itself."""
+    return None if use_reference else lowering_for(model.device, model.dtype, model.decoder.geometry, page_size, model.library)
+
+
+def lowering_for(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_size: int, library: Library | None) -> Lower | None:
+    if device.type != "cpu":
+        return _on_gpu(device, dtype, geometry, page_size)
+    if library is not None and supports(geometry):
+        return partial(NativeLowering, library, Dense.measure(library, geometry))
     return Lowering
 
 
-def _on_gpu(device: torch.device, geometry: Geometry) -> Lower | None:
+def _on_gpu(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_size: int) -> Lower | None:
     try:
-        from ..kernels import triton
+        from ..kernels import gpu
+        from ..kernels.gpu_tiles import unsupported
 
-        if triton.supports(geometry):
-            return partial(triton.TritonLowering, device)
-        reason = f"they are not made for {geometry.heads // geometry.kv_heads} queries per key head of {geometry.head_dim}"
+        reason = unsupported(geometry, page_size)
+        if reason is None:
+            return partial(gpu.TritonLowering, gpu.Device.of(device), dtype)
     except ImportError as error:
         reason = f"Triton cannot be imported ({error})"
     log.warning("Pando's own GPU kernels are not used, the slow definition is: %s", reason)
     return None
 
 
+def reads_of(plan: Plan, counts: Sequence[int]) -> Reads:
+    """A plan's reads for rows that bring so many tokens each: rows become their tokens."""
+    rows, row_starts, shifts = plan.rows, plan.row_starts, plan.shifts
+    if max(counts, default=1) > 1:
+        brought = np.array(counts)
+        each = brought[rows]
+        rows = ranges((np.cumsum(brought) - brought)[rows], each).astype(np.int32)
+        row_starts = np.concatenate(([0], np.cumsum(each)))[row_starts].astype(np.int32)
+        shifts = np.repeat(shifts, each)
+    return Reads(plan.page_size, plan.pages, plan.page_starts, plan.tokens, plan.first, rows, row_starts, shifts)
+
+
 class Batcher:
     """Makes steps. Counts what it plans, so that a test can tell that it plans no more than it must."""
 
-    def __init__(self, geometry: Geometry, page_size: int, device: torch.device, lower: Lower | None) -> None:
+    def __init__(self, geometry: Geometry, page_size: int, device: torch.device, lower: Lower | None, *, cost: CostModel = DEFAULT) -> None:
         self.geometry = geometry
         self.page_size = page_size
         self.device = device
         self.lower = lower  # None: the definition itself
-        self.plan = Plan((), ())
+        self.cost = cost
+        self.plan = plan((), page_size)
         self.plans_made = 0
         self._lowering: Lowered | None = None
         self._reads: list[reference.Read] = []
 
     def step(self, schedule: Schedule) -> Step:
-        rows, counts = schedule.rows, schedule.counts
-        positions = np.concatenate([np.arange(row.computed, row.computed + count) for row, count in zip(rows, counts, strict=True)])
-        tokens = [token for row, count in zip(rows, counts, strict=True) for token in row.tokens[row.computed : row.computed + count]]
+        rows, counts = schedule.rows, np.array(schedule.counts)
+        computed = np.array([row.computed for row in rows])
+        positions = ranges(computed, counts)
+        news = zip(rows, computed.tolist(), (computed + counts).tolist(), strict=True)
+        tokens = np.array([token for row, start, stop in news for token in row.tokens[start:stop]])
         at = torch.from_numpy(positions)
         attend = self._plan(schedule, at) if schedule.changed else self._again(at)
         return Step(
-            tokens=torch.tensor(tokens, device=self.device),
+            tokens=torch.from_numpy(tokens).to(self.device),
             positions=at.to(self.device),
-            slots=torch.from_numpy(self._slots(rows, positions, counts)).to(self.device),
-            wanted=torch.tensor(_wanted(rows, counts), dtype=torch.int64, device=self.device),
+            slots=torch.from_numpy(self._slots(rows, computed, counts, positions)).to(self.device),
+            wanted=torch.tensor(_wanted(rows, schedule.counts), dtype=torch.int64, device=self.device),
             attend=attend,
         )
 
-    def _slots(self, rows: Sequence[Row], positions: Numbers, counts: Sequence[int]) -> Numbers:
+    def _slots(self, rows: Sequence[Row], computed: Numbers, counts: Numbers, positions: Numbers) -> Numbers:
         size = self.page_size
-        pages = [row.pages[p // size] for row, count in zip(rows, counts, strict=True) for p in range(row.computed, row.computed + count)]
-        return np.array(pages) * size + positions % size
+        begin, end = computed // size, (computed + counts - 1) // size + 1  # the pages that each row writes to
+        spans = zip(rows, begin.tolist(), end.tolist(), strict=True)
+        pages = np.array([page for row, first, last in spans for page in row.pages[first:last]])
+        behind = np.cumsum(end - begin) - end  # where among them a row's page 0 would be
+        return pages[np.repeat(behind, counts) + positions // size] * size + positions % size
 
     def _plan(self, schedule: Schedule, at: Tensor) -> Attend:
         self.plans_made += 1
         group = self.geometry.heads // self.geometry.kv_heads
-        self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group)
-        self._reads = self._lower(schedule.counts)
+        self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group, self.cost)
+        reads = reads_of(self.plan, schedule.counts)
         if self.lower is not None:
-            self._lowering = self.lower(self._reads, at, self.geometry)
+            self._lowering = self.lower(reads, at, self.geometry)
+        else:
+            self._reads = [self._put(read) for read in reads.each()]
         return self._attend(at)
+
+    def _put(self, read: reference.Read) -> reference.Read:
+        slots, queries, shifts = (numbers.to(self.device) for numbers in (read.slots, read.queries, read.shifts))
+        return reference.Read(slots, read.first, queries, shifts)
 
     def _again(self, at: Tensor) -> Attend:
         if self._lowering is not None:
@@ -113,23 +140,6 @@ class Batcher:
             return self._lowering.attend
         reads, geometry, at = self._reads, self.geometry, at.to(self.device)
         return lambda q, turned, k, v: reference.attend(q, k, v, reads, at, geometry)
-
-    def _lower(self, counts: Sequence[int]) -> list[reference.Read]:
-        """Rows become the queries they bring, pages become slots."""
-        ends = np.cumsum(counts)
-        offsets = np.arange(self.page_size)
-        reads = []
-        for read in self.plan.reads:
-            slots = (np.array(read.pages)[:, None] * self.page_size + offsets).reshape(-1)[: read.tokens]
-            queries = np.concatenate([np.arange(ends[row] - counts[row], ends[row]) for row in read.rows])
-            shifts = np.repeat(np.array(read.shifts), [counts[row] for row in read.rows])
-            reads.append(reference.Read(self._tensor(slots), read.first, self._tensor(queries), self._tensor(shifts)))
-        return reads
-
-    def _tensor(self, numbers: Numbers) -> Tensor:
-        """A path lowers reads on the host; the definition takes them as they are."""
-        found = torch.from_numpy(numbers)
-        return found.to(self.device) if self.lower is None else found
 
 
 def _wanted(rows: Sequence[Row], counts: Sequence[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """The engine: requests in, tokens out, one step at a time."""
 
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,19 +9,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..config import EngineConfig
+from ..config import Attention, EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
+from ..kv.plan import ALWAYS, DEFAULT, NEVER, CostModel
 from ..kv.pool import PagePool
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..kv.tree import PrefixTree, Stem
 from ..model.load import Model, free_memory
+from ..model.shelf import Shelf
 from .answer import Answer
 from .batch import Batcher, lowering_of
+from .costs import cost_of, device_name
 from .pins import Pin, Pins
 from .request import Request, Tenant, TokenEvent
 from .sampler import Chosen, Sampler, check
 from .scheduler import Row, Schedule, Scheduler
+
+log = logging.getLogger(__name__)
 
 POOL_CONTEXTS = 8  # full contexts that the pool holds by default, memory permitting
 MAX_SLOTS = 2**31 - 1  # kernels count them in 32 bits
@@ -66,8 +72,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages, self.tree, max_rows=config.max_num_seqs, budget=config.max_num_batched_tokens, reuse=config.prefix_caching
         )
-        lower = lowering_of(model, use_reference=config.attention == "reference")
-        self.batcher = Batcher(model.decoder.geometry, config.page_size, model.device, lower)
+        lower = lowering_of(model, config.page_size, use_reference=config.attention == "reference")
+        self.batcher = Batcher(model.decoder.geometry, config.page_size, model.device, lower, cost=_cost(model, config.attention))
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
@@ -185,7 +191,7 @@ class Engine:
 
     def _settle(self, schedule: Schedule, chosen: dict[Row, Chosen]) -> list[TokenEvent]:
         self.steps += 1
-        self.facts = StepFacts(len(schedule.rows), sum(schedule.counts), len(self.batcher.plan.shared) if schedule.rows else 0)
+        self.facts = StepFacts(len(schedule.rows), sum(schedule.counts), self.batcher.plan.shared if schedule.rows else 0)
         self.scheduler.settle(schedule)
         events = [self.answers[row].take(token) for row, token in chosen.items()]
         for row, event in zip(chosen, events, strict=True):
@@ -310,6 +316,19 @@ def _context(model: Model, config: EngineConfig) -> int:
     if config.max_model_len > native:
         raise InvalidOption(f"max_model_len is {config.max_model_len} and the model was made for {native}; use at most {native}")
     return config.max_model_len
+
+
+def _cost(model: Model, attention: Attention) -> CostModel:
+    """When a read is shared. What `pando bench attention --calibrate` found on this device counts more than the defaults."""
+    if attention in ("shared", "flat"):
+        return ALWAYS if attention == "shared" else NEVER
+    heads, kv_heads, size = model.decoder.geometry[:3]
+    dtype = str(model.dtype).removeprefix("torch.")
+    found = cost_of(device_name(model.device), dtype, heads, kv_heads, size, Shelf.of_user().home / "costs")
+    cost = found or DEFAULT
+    source = "the defaults" if found is None else "measured on this device"
+    log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
+    return cost
 
 
 def _page_count(model: Model, config: EngineConfig, context: int) -> int:

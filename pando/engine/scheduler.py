@@ -50,6 +50,8 @@ class Row:
     arrived: float = 0.0
     waited: float = 0.0  # seconds until then
     scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
+    _view: RowView | None = field(default=None, init=False, repr=False)
+    _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -59,8 +61,13 @@ class Row:
         return len(self.tokens) - self.computed
 
     def view(self, page_size: int) -> RowView:
-        placements = [Placement(segment) for segment in self.stem.path()] if self.stem else []
-        return RowView(placements, tuple(self.pages[self.settled // page_size :]), self.settled)
+        """As the plan sees it: the same object until what it reads is another."""
+        path = self.stem.path() if self.stem else ()
+        now = (path, self.pages, len(self.pages), self.settled)
+        if self._view is None or self._viewed != now:
+            tail = tuple(self.pages[self.settled // page_size :])
+            self._viewed, self._view = now, RowView([Placement(segment) for segment in path], tail, self.settled)
+        return self._view
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .reads import Reads
 from .reference import Geometry, Read, merge
 from .rope import rotate, turns
 
@@ -31,12 +32,12 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class Lowering:
     """Reads made ready for the CPU: `begin` a step, then `attend` in each layer."""
 
-    def __init__(self, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> None:
+    def __init__(self, reads: Reads, positions: Tensor, geometry: Geometry) -> None:
         self.parts: list[Run | Square | _Tails] = []
         short: list[Read] = []
         host = positions.numpy()
-        singles = sum(len(read.queries) == 1 for read in reads)
-        for read in reads:
+        singles = np.count_nonzero(np.diff(reads.query_starts) == 1)
+        for read in reads.each():
             if not len(read.slots) or not len(read.queries):
                 continue
             if len(read.queries) == 1:

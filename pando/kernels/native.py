@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .cpu import Run, Square, split_own
 from .ops import Activation, Apply, TorchOps
-from .reference import Geometry, Read
+from .reads import Reads, joined
+from .reference import Geometry
 from .rope import rotate
-from .tiling import Tiling
+from .tiling import Left, Tiling
 from .timing import seconds
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -194,10 +196,10 @@ class Dense(NamedTuple):
         faster = []
         for count, before in ((RUN_QUERIES, PROBE_KEYS), (SQUARE_QUERIES, 0)):  # queries behind the keys, and among them
             q = torch.randn(count, geometry.heads, geometry.head_dim).to(library.dtype)
-            read = Read(torch.arange(before or count), 0, torch.arange(count), torch.zeros(count, dtype=torch.int64))
+            reads = joined(PROBE_KEYS, [([0], before or count, 0, range(count), [0] * count)])
             spent = []
             for dense in (cls(True, True), cls(False, False)):
-                lowering = NativeLowering(library, dense, [read], before + torch.arange(count), geometry)
+                lowering = NativeLowering(library, dense, reads, before + torch.arange(count), geometry)
                 spent.append(seconds(lambda q=q, lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
             faster.append(spent[0] < spent[1])
         return cls(*faster)
@@ -209,31 +211,34 @@ class NativeLowering:
     Reads that torch's kernel answers faster go there; the C kernel merges what they answer with its own parts.
     """
 
-    def __init__(self, library: Library, dense: Dense, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> None:
+    def __init__(self, library: Library, dense: Dense, reads: Reads, positions: Tensor, geometry: Geometry) -> None:
         self._run, self._geometry, self._count = library.attend, geometry, len(positions)
         self._dense: list[tuple[Run | Square, slice]] = []
-        owners: list[int] = []  # the token that each part answers
-        kept = [part for read in reads if len(read.slots) and len(read.queries) for part in self._share_out(read, dense, positions, owners)]
+        left = self._share_out(reads, dense, positions)
         enough = TASKS_PER_THREAD * torch.get_num_threads() / geometry.kv_heads
-        self._tiling = Tiling(kept, positions, geometry, rows=TILE_ROWS, keys=TILE_KEYS, enough=enough, owners=owners)
+        self._tiling = Tiling(reads, left, self._count, geometry, rows=TILE_ROWS, keys=TILE_KEYS, enough=enough)
         self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
         self._peaks, self._sums = torch.empty(2, self._tiling.parts, geometry.heads)
         self.begin(positions)
 
-    def _share_out(self, read: Read, dense: Dense, positions: Tensor, owners: list[int]) -> list[Read]:
+    def _share_out(self, reads: Reads, dense: Dense, positions: Tensor) -> Left:
         """Gives to torch's kernel what it does faster; answers what is left."""
-        if len(read.queries) < DENSE_QUERIES or not any(dense):
-            return [read]
-        whole, own = split_own(read, positions.numpy())
-        kept = []
-        squares = dense.squares and len(read.queries) >= DENSE_SQUARE
-        for part, faster, kind in ((whole, dense.runs, Run), (own, squares, Square)):
-            if part is not None and faster:
-                self._dense.append((kind(part, self._count, self._geometry), slice(len(owners), len(owners) + len(part.queries))))
-                owners += part.queries.tolist()
-            elif part is not None:
-                kept.append(part)
-        return kept
+        begin, end, owners = np.zeros(len(reads), np.int64), reads.tokens.astype(np.int64), list[int]()
+        many = np.flatnonzero((np.diff(reads.query_starts) >= DENSE_QUERIES) & (reads.tokens > 0)) if any(dense) else ()
+        for r in map(int, many):
+            whole, own = split_own(reads.read(r), positions.numpy())
+            before = len(whole.slots) if whole is not None else 0
+            if whole is not None and dense.runs:
+                self._give(Run(whole, self._count, self._geometry), whole.queries.tolist(), owners)
+                begin[r] = before
+            if own is not None and dense.squares and len(own.queries) >= DENSE_SQUARE:
+                self._give(Square(own, self._count, self._geometry), own.queries.tolist(), owners)
+                end[r] = before
+        return Left(begin, end, np.array(owners, dtype=np.int64))
+
+    def _give(self, part: Run | Square, queries: list[int], owners: list[int]) -> None:
+        self._dense.append((part, slice(len(owners), len(owners) + len(queries))))
+        owners += queries
 
     def begin(self, positions: Tensor) -> None:
         self._tiling.begin(positions.numpy())

@@ -1,155 +1,204 @@
-"""Attention over a plan on a GPU: one launch for each size of tile, and one that merges their parts.
+"""The GPU kernels: a plan's tiles, the merge of their parts, and the write of new keys and values.
 
-The same tiles as in C (`tiling.py`), and the same arithmetic: scores to base 2, sums in fp32, a part for each (read, query) pair of a tile.
+A tile is a run of keys and the packed queries that look at it: pairs of a read and a query, each with the G heads of a key's group. Keys
+come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up. Weights are powers of 2 inside a kernel;
+a part leaves it as (answer, lse), fp32, with the natural logarithm. What changes from step to step, how many keys each pair sees, `begin`
+computes on the device, once for all layers.
 """
 
-import math
-from collections.abc import Sequence
-
-import numpy as np
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .reference import Geometry, Read
-from .rope import rotate
-from .tiling import Ints, Tiling
-
-LOG2_E = math.log2(math.e)
-LEAST_ROWS, ROWS, MOST_ROWS = 16, 64, 256  # packed queries of a tile: what a product needs, what is aimed at, what one group may have
-KEYS, STAGES = 64, 3  # keys looked at together, and fetched ahead
-LEAST_KEYS = 128  # of a tile: shorter ones cost more in merging than they gain in company
-PROGRAMS = 8  # tiles for each processor, so that the last to finish keeps nobody waiting for long
-LARGEST_HEAD = 256
+FIELDS = (
+    8  # of a tile: first page, first key, end of the keys that all pairs see, end of those that any sees, pair, pairs, part, end of the run
+)
 
 
 @triton.jit
-def _tile(
-    q, k, v, slopes, tiles, slots, query, seen, ahead, parts, peaks, sums, scale,
-    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+def begin(positions, tiles, counts, reader, base, room, seen, ahead, PAIRS: tl.constexpr, KEYS: tl.constexpr):
+    """How many keys each pair of a tile sees, and how far ahead of its query the first one lies."""
+    if tl.program_id(0) < tl.load(counts + 1):
+        tile = tiles + tl.program_id(0) * 8
+        first, stop = tl.load(tile + 1), tl.load(tile + 7)
+        mine = tl.arange(0, PAIRS)
+        real = mine < tl.load(tile + 5)
+        mine += tl.load(tile + 4)
+        token = tl.load(reader + mine, mask=real, other=0)
+        offset = tl.load(base + mine, mask=real, other=0) - tl.load(positions + token, mask=real, other=0).to(tl.int32)
+        limit = tl.minimum(tl.maximum(1 - offset, 0), tl.load(room + mine, mask=real, other=0))
+        tl.store(seen + mine, limit, mask=real)
+        tl.store(ahead + mine, offset, mask=real)
+        end = tl.maximum(first, tl.minimum(stop, tl.max(tl.where(real, limit, 0), 0)))
+        least = tl.maximum(first, tl.minimum(end, tl.min(tl.where(real, limit, stop), 0)))
+        tl.store(tile + 2, first + (least - first) // KEYS * KEYS)
+        tl.store(tile + 3, end)
+
+
+@triton.jit
+def _look(
+    q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tile, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile for one kv head. WIDE is D, made a power of two."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(tiles + tile * 6)
-    begin = tl.load(tiles + tile * 6 + 1)
-    end = tl.load(tiles + tile * 6 + 2)
-    pair = tl.load(tiles + tile * 6 + 3)
-    pairs = tl.load(tiles + tile * 6 + 4)
-    part = tl.load(tiles + tile * 6 + 5)
+    """One tile for one kv head. WIDE is D, made a power of two: what a block holds beyond D meets zeros, or is not stored."""
+    first = tl.load(tile)
+    start = tl.load(tile + 1)
+    full = tl.load(tile + 2)
+    end = tl.load(tile + 3)
+    pair = tl.load(tile + 4)
+    pairs = tl.load(tile + 5)
+    part = tl.load(tile + 6)
     rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, KEYS)
     real, whole = rows < pairs * G, dims < D
     mine, name = pair + rows // G, head * G + rows % G
     who = tl.load(query + mine, mask=real, other=0).to(tl.int64)
     x = tl.load(q + (who * H + name)[:, None] * D + dims[None, :], mask=real[:, None] & whole[None, :], other=0.0)
-    limit = tl.load(seen + mine, mask=real, other=0)
+    place = tl.load(places + part + rows // G, mask=real, other=0)
     if ALIBI:
         slope = tl.load(slopes + name, mask=real, other=0.0) * 1.4426950408889634
         offset = tl.load(ahead + mine, mask=real, other=0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
-    end = tl.minimum(end, tl.max(limit, 0))  # what nobody sees may hold anything, even NaN
-    for start in tl.range(begin, end, KEYS):
-        j = start + keys
-        there = j < end
-        slot = tl.load(slots + first + j, mask=there, other=0).to(tl.int64)
-        place = (slot * K + head)[:, None] * D + dims[None, :]
-        mask = there[:, None] & whole[None, :]
-        key = tl.load(k + place, mask=mask, other=0.0)
-        score = tl.dot(x, tl.trans(key), input_precision=PRECISION) * scale
+    last = (tl.maximum(end, 1) - 1) // PAGE
+    page = tl.load(pages + first + tl.minimum(start // PAGE, last))
+    for at in tl.range(start, full, KEYS, num_stages=STAGES):
+        slot = page * PAGE + at % PAGE
+        page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))  # a block early: the descriptor need not wait for it
+        score = tl.dot(x, k.load([slot, head * D]).T, input_precision=PRECISION)
         if ALIBI:
-            score += slope[:, None] * (offset[:, None] + j[None, :]).to(tl.float32)
-        score = tl.where(j[None, :] < limit[:, None], score, float("-inf"))
-        top = tl.maximum(peak, tl.max(score, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-        weight = tl.exp2(score - safe[:, None])
-        shrink = tl.exp2(peak - safe)
+            score = score * scale + slope[:, None] * (offset[:, None] + (at + keys)[None, :]).to(tl.float32)
+            top = tl.maximum(peak, tl.max(score, 1))
+            weight = tl.exp2(score - top[:, None])
+        else:
+            top = tl.maximum(peak, tl.max(score, 1) * scale)
+            weight = tl.exp2(score * scale - top[:, None])
+        shrink = tl.exp2(peak - top)
         total = total * shrink + tl.sum(weight, 1)
-        value = tl.load(v + place, mask=mask, other=0.0)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(x.dtype), v.load([slot, head * D]), acc, input_precision=PRECISION)
         peak = top
-    to = (part + rows // G).to(tl.int64) * H + name
-    tl.store(peaks + to, peak, mask=real)
-    tl.store(sums + to, total, mask=real)
-    tl.store(parts + to[:, None] * D + dims[None, :], acc, mask=real[:, None] & whole[None, :])
+    if full < end:
+        limit = tl.load(seen + mine, mask=real, other=0)
+        for at in tl.range(full, end, KEYS, num_stages=1):
+            slot = tl.load(pages + first + at // PAGE) * PAGE + at % PAGE
+            j = at + keys
+            score = tl.dot(x, k.load([slot, head * D]).T, input_precision=PRECISION) * scale
+            if ALIBI:
+                score += slope[:, None] * (offset[:, None] + j[None, :]).to(tl.float32)
+            score = tl.where(j[None, :] < limit[:, None], score, float("-inf"))
+            top = tl.maximum(peak, tl.max(score, 1))
+            safe = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+            weight = tl.exp2(score - safe[:, None])
+            shrink = tl.exp2(peak - safe)
+            total = total * shrink + tl.sum(weight, 1)
+            value = tl.where((j < end)[:, None], v.load([slot, head * D]), 0.0)  # what nobody sees may hold anything, even NaN
+            acc = tl.dot(weight.to(x.dtype), value.to(x.dtype), acc * shrink[:, None], input_precision=PRECISION)
+            peak = top
+    empty = total == 0.0
+    answer = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+    lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
+    partial, only = real & (place >= 0), real & (place < 0)
+    to = place.to(tl.int64) * H + name
+    tl.store(lses + to, lse, mask=partial)
+    tl.store(parts + to[:, None] * D + dims[None, :], answer, mask=partial[:, None] & whole[None, :])
+    to = (-1 - place).to(tl.int64) * H + name  # a token's only part is its answer
+    tl.store(out + to[:, None] * D + dims[None, :], answer.to(out.dtype.element_ty), mask=only[:, None] & whole[None, :])
 
 
 @triton.jit
-def _merge(parts, peaks, sums, starts, of, out, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """The parts of one token and head. One that saw nothing weighs nothing; a token that saw nothing at all answers zero."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    dims = tl.arange(0, WIDE)
-    peak, total, acc = float("-inf"), 0.0, tl.zeros([WIDE], tl.float32)
-    for i in tl.range(tl.load(starts + token), tl.load(starts + token + 1)):
-        place = tl.load(of + i).to(tl.int64) * H + head
-        one = tl.load(peaks + place)
-        top = tl.maximum(peak, one)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        old, new = tl.exp2(peak - safe), tl.exp2(one - safe)
-        total = total * old + tl.load(sums + place) * new
-        acc = acc * old + tl.load(parts + place * D + dims, mask=dims < D, other=0.0) * new
-        peak = top
-    answer = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total))
-    tl.store(out + (token.to(tl.int64) * H + head) * D + dims, answer.to(out.dtype.element_ty), mask=dims < D)
+def look(
+    q, k, v, slopes, tiles, counts, pages, query, seen, ahead, places, parts, lses, out, scale,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    LARGE: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """The large tiles of a plan, or the small ones behind them. MANY: a program takes one tile after the other.
 
-
-def supports(geometry: Geometry) -> bool:
-    return geometry.heads // geometry.kv_heads <= MOST_ROWS and geometry.head_dim <= LARGEST_HEAD
-
-
-class TritonLowering:
-    """A plan as the GPU takes it. Valid until the plan changes."""
-
-    def __init__(self, device: torch.device, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> None:
-        self._device, self._geometry, self._count = device, geometry, len(positions)
-        group = geometry.heads // geometry.kv_heads
-        reads = [read for read in reads if len(read.slots) and len(read.queries)]
-        keys = _keys_of_a_tile(reads, max(1, ROWS // group), geometry.kv_heads, _processors(device))
-        tiling = self._tiling = Tiling(reads, positions, geometry, rows=ROWS, keys=keys, enough=math.inf)
-        sizes = np.array([max(LEAST_ROWS, triton.next_power_of_2(int(pairs) * group)) for pairs in tiling.tiles[:, 4]], dtype=np.int64)
-        self._tiles = [(int(size), self._put(tiling.tiles[sizes == size])) for size in np.unique(sizes)]
-        self._fixed = [self._put(numbers) for numbers in (tiling.slots, tiling.query)]
-        self._starts, self._of = self._put(tiling.starts), self._put(tiling.of)
-        self._moved = torch.from_numpy(tiling.reader[tiling.moved]).to(device)
-        self._parts = torch.empty(tiling.parts, geometry.heads, geometry.head_dim, device=device)
-        self._peaks, self._sums = torch.empty(2, tiling.parts, geometry.heads, device=device)
-        self.begin(positions)
-
-    def begin(self, positions: Tensor) -> None:
-        self._tiling.begin(positions.cpu().numpy())
-        self._seen, self._ahead = self._put(np.stack((self._tiling.seen, self._tiling.ahead)))
-
-    def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._tiling.turn is not None:
-            turned = torch.cat((turned, rotate(q[self._moved], self._tiling.turn)))
-        turned = turned.contiguous()
-        g = self._geometry
-        wide = triton.next_power_of_2(g.head_dim)
-        out = torch.empty(self._count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
-        results = self._parts, self._peaks, self._sums
-        slopes = turned if g.slopes is None else g.slopes
-        shape = g.heads, g.kv_heads, g.heads // g.kv_heads, g.head_dim, wide
-        keys = KEYS if wide * k.element_size() <= 256 else KEYS // 2
-        precision = "ieee" if k.dtype == torch.float32 else "tf32"
-        for rows, tiles in self._tiles:
-            _tile[len(tiles), g.kv_heads](
-                turned, k, v, slopes, tiles, *self._fixed, self._seen, self._ahead, *results, g.scale * LOG2_E, *shape, rows, keys,
-                g.slopes is not None, precision, num_warps=4 if rows <= 64 else 8, num_stages=STAGES,
+    EARLY: the launch that follows may begin while this one runs. It is the other kind of tile, which needs nothing of this one and finds
+    the room that large tiles leave, so that one computes while the other fetches; or the merge, which waits. A merge waits for the launch
+    before it only: AFTER, that launch ends no earlier than the one before.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if LARGE:
+        low = 0
+        high = tl.load(counts) * K
+    else:
+        low = tl.load(counts) * K
+        high = tl.load(counts + 1) * K
+    if MANY:
+        for i in tl.range(low + tl.program_id(0), high, tl.num_programs(0)):
+            _look(
+                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
+                H, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, ALIBI, PRECISION,
             )  # fmt: skip
-        _merge[self._count, g.heads](*results, self._starts, self._of, out, g.heads, g.head_dim, wide, num_warps=1)
-        return out
+    else:
+        i = low + tl.program_id(0)
+        if i < high:
+            _look(
+                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
+                H, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, ALIBI, PRECISION,
+            )  # fmt: skip
+    if AFTER:  # noqa: SIM102
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            tl.extra.cuda.gdc_wait()
 
-    def _put(self, numbers: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+
+@triton.jit
+def merge(
+    parts, lses, starts, tokens, counts, out,
+    H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """The parts of one token, for some of its heads. A part that saw nothing weighs nothing; a token without any answers zero."""
+    item = tl.program_id(0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims, some = tl.arange(0, WIDE), tl.arange(0, PARTS)
+    real, whole = heads < H, dims < D
+    if item < tl.load(counts + 2):
+        token = tl.load(tokens + item).to(tl.int64)
+        start, stop = tl.load(starts + item), tl.load(starts + item + 1)
+        if AFTER:
+            tl.extra.cuda.gdc_wait()
+        peak = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, WIDE], tl.float32)
+        for i in tl.range(start, stop, PARTS):
+            there = real[:, None] & (i + some < stop)[None, :]
+            place = (i + some).to(tl.int64)[None, :] * H + heads[:, None]
+            lse = tl.load(lses + place, mask=there, other=float("-inf")) * 1.4426950408889634
+            block = tl.load(parts + place[:, :, None] * D + dims[None, None, :], mask=there[:, :, None] & whole[None, None, :], other=0.0)
+            top = tl.maximum(peak, tl.max(lse, 1))
+            safe = tl.where(top == float("-inf"), 0.0, top)
+            weight, shrink = tl.exp2(lse - safe[:, None]), tl.exp2(peak - safe)
+            total = total * shrink + tl.sum(weight, 1)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * block, 1)
+            peak = top
+        answer = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
+        to = (token * H + heads)[:, None] * D + dims[None, :]
+        tl.store(out + to, answer.to(out.dtype.element_ty), mask=real[:, None] & whole[None, :])
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _keys_of_a_tile(reads: Sequence[Read], pairs: int, kv_heads: int, processors: int) -> int:
-    """So that every processor has a few tiles, none of them too short."""
-    work = sum(-(-len(read.queries) // pairs) * len(read.slots) for read in reads) * kv_heads
-    return max(LEAST_KEYS, -(-work // (PROGRAMS * processors) // 64) * 64)
+@triton.jit
+def rotate_and_store(
+    qkv, turn, slots, turned, k, v,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token: queries and keys are rotated by pairs, of which the first PAIRS turn; keys and values go to their slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair, side = tl.arange(0, HALF), tl.arange(0, 2)
+    dims = 2 * pair[:, None] + side[None, :]  # [HALF, 2]
+    real = (heads < H + 2 * K)[:, None, None] & (dims < D)[None]
+    x = tl.load(qkv + (token * (H + 2 * K) + heads)[:, None, None] * D + dims[None], mask=real, other=0.0)
+    angle = tl.load(turn + (token * PAIRS + pair)[:, None] * 2 + side[None, :], mask=(pair < PAIRS)[:, None], other=0.0)
+    a, b = tl.split(x.to(tl.float32))  # [HEADS, HALF]
+    cosine, sine = tl.split(angle)
+    moves = (heads < H + K)[:, None] & (pair < PAIRS)[None, :]
+    y = tl.join(tl.where(moves, a * cosine[None] - b * sine[None], a), tl.where(moves, a * sine[None] + b * cosine[None], b))
+    y = y.to(x.dtype)
+    is_query, is_value = (heads < H)[:, None, None], (heads >= H + K)[:, None, None]
+    tl.store(turned + (token * H + heads)[:, None, None] * D + dims[None], y, mask=real & is_query)
+    tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
+    tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)

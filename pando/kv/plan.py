@@ -1,23 +1,74 @@
 """The reads of one step: each shared run of pages once, whatever the number of rows; then one private run per row.
 
-A row is a list of placements and a tail, the pages it is writing. Segments with the same readers at the same shifts, one behind the
-other, are one read. Sharing costs a launch and a merge, so a segment is shared only where that pays; otherwise it joins the private run
-of each of its readers.
+A row is a list of placements and a tail, the pages it is writing: its entries. An entry is linked to the one before it in its row if the
+same read could serve both: the same shift, no gap between their positions, and no page that is half full. A segment whose every entry is
+linked to the same segment, which has no further readers, continues that one: such chains are one read. Sharing costs a launch and a merge,
+so a chain is shared only where that pays; otherwise its entries join the private runs of their rows, and there, too, linked entries are one
+read.
+
+Nothing here loops over entries in Python: a view keeps its own as bytes, and a thousand of those are joined and read as one array.
 """
 
+import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .segment import Placement
+
+Ints = NDArray[np.int32]
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+FACTS = Struct("q4i")  # of an entry: COLUMNS
+COLUMNS = np.dtype([("name", "i8"), ("shift", "i4"), ("first", "i4"), ("tokens", "i4"), ("pages", "i4")])
+TAIL = 0  # instead of a name: the last entry of a row, of which nobody else knows
+
+
+class Entries(NamedTuple):
+    """What the rows read, one row behind the other."""
+
+    name: Numbers  # of the segment
+    shift: Numbers
+    first: Numbers
+    tokens: Numbers
+    pages: Numbers  # how many
+    row: Numbers
+
+
+def _place(placement: Placement) -> tuple[bool, int, int]:
+    """Unmoved ones last: the tail may go on where they end."""
+    return placement.shift == 0, placement.shift, placement.segment.first
 
 
 @dataclass(frozen=True)
 class RowView:
-    """A row as the plan sees it."""
+    """A row as the plan sees it. Nothing of it changes: a row that does is seen anew."""
 
     placements: Sequence[Placement]
     tail: tuple[int, ...]  # pages that only this row reads
     tail_first: int  # position of the tail's first token
+    facts: bytes = field(init=False, repr=False)  # of its entries
+    pages: bytes = field(init=False, repr=False)  # of all of them
+
+    def __post_init__(self) -> None:
+        facts, pages, seen = [], [], set()
+        for placement in sorted(self.placements, key=_place):
+            segment = placement.segment
+            while segment in seen:
+                segment = segment.again
+            seen.add(segment)
+            if segment.tokens:
+                facts.append(FACTS.pack(id(segment), placement.shift, segment.first, len(segment.tokens), len(segment.pages)))
+                pages.append(segment.page_bytes)
+        facts.append(FACTS.pack(TAIL, 0, self.tail_first, 0, len(self.tail)))
+        pages.append(array("i", self.tail).tobytes())
+        object.__setattr__(self, "facts", b"".join(facts))
+        object.__setattr__(self, "pages", b"".join(pages))
 
 
 @dataclass(frozen=True)
@@ -33,85 +84,143 @@ class Read:
 class CostModel:
     """When does one read for n rows beat n reads? When the passes over the segment that it saves outweigh the launch and the merge."""
 
-    launch: int = 48  # tokens that could be read in the time a further read costs
-    merge: int = 2  # per row and head of a group
+    launch: float = 48  # tokens that could be read in the time a further read costs
+    merge: float = 2  # per row and head of a group
 
-    def pays(self, tokens: int, rows: int, group: int) -> bool:
+    def pays(self, tokens: Numbers, rows: Numbers, group: int) -> Flags:
         return tokens * (rows - 1) > self.launch + self.merge * group * rows
 
 
-@dataclass(frozen=True)
+ALWAYS = CostModel(0, 0)  # shares whatever two rows read
+NEVER = CostModel(math.inf)
+DEFAULT = CostModel()
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
-    shared: tuple[Read, ...]
-    private: tuple[Read, ...]
+    """Read r looks at `tokens[r]` tokens in the pages from `page_starts[r]` to `page_starts[r + 1]`, stored from position `first[r]` on,
+    for the rows from `row_starts[r]` to `row_starts[r + 1]`. No read has a row twice."""
+
+    page_size: int
+    shared: int  # so many of the reads, the first ones, serve several rows
+    pages: Ints
+    page_starts: Ints  # [R + 1]
+    tokens: Ints  # [R]
+    first: Ints  # [R]
+    rows: Ints
+    row_starts: Ints  # [R + 1]
+    shifts: Ints  # one per row
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     @property
     def reads(self) -> tuple[Read, ...]:
-        return self.shared + self.private
+        """For people and tests."""
+        pages, rows, shifts = (tuple(column.tolist()) for column in (self.pages, self.rows, self.shifts))
+        found = []
+        for r, (tokens, first) in enumerate(zip(self.tokens.tolist(), self.first.tolist(), strict=True)):
+            mine = slice(self.row_starts[r], self.row_starts[r + 1])
+            found.append(Read(pages[self.page_starts[r] : self.page_starts[r + 1]], tokens, first, rows[mine], shifts[mine]))
+        return tuple(found)
+
+    @property
+    def shared_reads(self) -> tuple[Read, ...]:
+        return self.reads[: self.shared]
+
+    @property
+    def private_reads(self) -> tuple[Read, ...]:
+        return self.reads[self.shared :]
 
 
-def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostModel | None = None) -> Plan:
-    cost = cost or CostModel()
-    readers = _readers(rows)
-    shared: list[Read] = []
-    private: list[Read] = []
-    decided: dict[int, bool] = {}  # segment: is it shared? The first row that meets it decides for all of its readers
-    for index, row in enumerate(rows):
-        own: list[Read] = []
-        for chain in _chains(row.placements, readers, page_size):
-            of = readers[id(chain[0].segment)]
-            if id(chain[0].segment) not in decided:
-                pays = cost.pays(sum(len(p.segment) for p in chain), len(of), group)
-                decided.update({id(p.segment): pays for p in chain})
-                if pays:
-                    shared.append(_read(chain, tuple(r for r, _ in of), tuple(s for _, s in of)))
-            own += [_read([p], (index,), (p.shift,)) for p in chain if not decided[id(p.segment)]]
-        if row.tail:
-            own.append(Read(row.tail, len(row.tail) * page_size, row.tail_first, (index,), (0,)))
-        private += _joined(own, page_size)
-    return Plan(tuple(shared), tuple(private))
+def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostModel = DEFAULT) -> Plan:
+    entries, pages = _entries(rows, page_size)
+    segment, origin, readers = _segments(entries.name)
+    linked = _linked(entries, page_size)
+    continues = _continues(linked, segment, origin, readers)
+    heads, chain = np.flatnonzero(~continues), np.cumsum(~continues) - 1
+    pays = cost.pays(_sums(entries.tokens[origin], heads), readers[heads], group) & (readers[heads] > 1)
+    shared = pays[chain]  # [S]
+
+    lead = shared & ~continues  # [S]
+    among = np.flatnonzero(lead[segment])
+    among = among[np.argsort(segment[among], kind="stable")]  # for each shared read, an entry of each of its rows
+    private = ~shared[segment]  # [E]
+    own = np.flatnonzero(private)
+    opens = ~(linked & np.roll(private, 1))[own]
+
+    members = np.concatenate((origin[shared], own))  # the entries that are read, one behind the other
+    starts = np.flatnonzero(np.concatenate((lead[shared], opens)))  # where among them a read begins
+    who = np.concatenate((among, own[opens]))
+    page_counts = entries.pages[members]
+    return Plan(
+        page_size=page_size,
+        shared=int(np.count_nonzero(pays)),
+        pages=pages[ranges(_starts(entries.pages)[members], page_counts)],
+        page_starts=_starts(_sums(page_counts, starts)).astype(np.int32),
+        tokens=_sums(entries.tokens[members], starts).astype(np.int32),
+        first=entries.first[members[starts]].astype(np.int32),
+        rows=entries.row[who].astype(np.int32),
+        row_starts=_starts(np.concatenate((readers[lead], np.ones(len(who) - len(among), np.int64)))).astype(np.int32),
+        shifts=entries.shift[who].astype(np.int32),
+    )
 
 
-Readers = dict[int, list[tuple[int, int]]]  # by the segment's identity: (row, shift) of each reader
+def _entries(rows: Sequence[RowView], page_size: int) -> tuple[Entries, Ints]:
+    """Of all rows, and their pages."""
+    facts = np.frombuffer(b"".join([row.facts for row in rows]), COLUMNS)
+    name, shift, first, tokens, counts = (facts[column].astype(np.int64) for column in COLUMNS.fields or ())
+    ends = name == TAIL
+    row = np.cumsum(ends) - ends
+    name[ends] = ~np.arange(len(rows))
+    tokens[ends] = counts[ends] * page_size
+    entries = Entries(name, shift, first, tokens, counts, row)
+    if not tokens.all():  # a row without a tail
+        entries = Entries(*(column[tokens > 0] for column in entries))
+    return entries, np.frombuffer(b"".join([row.pages for row in rows]), np.int32)
 
 
-def _readers(rows: Sequence[RowView]) -> Readers:
-    found: Readers = {}
-    for index, row in enumerate(rows):
-        for placement in row.placements:
-            found.setdefault(id(placement.segment), []).append((index, placement.shift))
-    return found
+def _segments(name: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Numbers the segments in the order in which they are met: that of each entry; then of each segment, its first entry and how many."""
+    _, origin, inverse = np.unique(name, return_index=True, return_inverse=True)
+    is_origin = np.zeros(len(name), np.bool_)
+    is_origin[origin] = True
+    segment = (np.cumsum(is_origin) - 1)[origin][inverse]
+    return segment, np.flatnonzero(is_origin), np.bincount(segment)
 
 
-def _chains(placements: Sequence[Placement], readers: Readers, page_size: int) -> list[list[Placement]]:
-    """Neighbours with the same readers, cut where a page is not full or positions jump."""
-    chains: list[list[Placement]] = []
-    for placement in placements:
-        last = chains[-1][-1] if chains else None
-        if (
-            last is not None
-            and readers[id(last.segment)] == readers[id(placement.segment)]
-            and len(last.segment) % page_size == 0
-            and last.segment.first + len(last.segment) == placement.segment.first
-        ):
-            chains[-1].append(placement)
-        else:
-            chains.append([placement])
-    return chains
+def _linked(entries: Entries, page_size: int) -> Flags:
+    """Could one read serve an entry and the one before it?"""
+    _, shift, first, tokens, _, row = entries
+    linked = np.zeros(len(row), np.bool_)
+    linked[1:] = (row[1:] == row[:-1]) & (shift[1:] == shift[:-1]) & (first[1:] == (first + tokens)[:-1])
+    linked[1:] &= tokens[:-1] % page_size == 0
+    return linked
 
 
-def _read(chain: Sequence[Placement], rows: tuple[int, ...], shifts: tuple[int, ...]) -> Read:
-    pages = tuple(page for p in chain for page in p.segment.pages)
-    return Read(pages, sum(len(p.segment) for p in chain), chain[0].segment.first, rows, shifts)
+def _continues(linked: Flags, segment: Numbers, origin: Numbers, readers: Numbers) -> Flags:
+    """Is every entry of a segment linked to the same one before it, and does that have no other readers? Then the two have the same rows at
+    the same shifts, and the numbers of the two follow one another."""
+    before = np.roll(segment, 1)
+    leader = before[origin]
+    same = linked & (before == leader[segment])
+    always: Flags = np.bincount(segment[same], minlength=len(origin)) == readers
+    alone: Flags = readers == readers[leader]
+    return always & alone
 
 
-def _joined(reads: Sequence[Read], page_size: int) -> list[Read]:
-    """One row's private reads, neighbours made one."""
-    out: list[Read] = []
-    for read in reads:
-        last = out[-1] if out else None
-        if last is not None and last.shifts == read.shifts and last.first + last.tokens == read.first and last.tokens % page_size == 0:
-            out[-1] = Read(last.pages + read.pages, last.tokens + read.tokens, last.first, last.rows, last.shifts)
-        else:
-            out.append(read)
-    return out
+def ranges(starts: Numbers, counts: Numbers) -> Numbers:
+    """start, start + 1, and so on from each start, as many as its count, one behind the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _starts(counts: Numbers) -> Numbers:
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _sums(numbers: Numbers, starts: Numbers) -> Numbers:
+    """From each start to the next."""
+    return np.add.reduceat(numbers, starts) if len(starts) else starts

@@ -8,7 +8,8 @@ and cutting a segment in two never needs a new key.
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 Key = bytes  # 32 bytes
 
@@ -65,6 +66,16 @@ class Segment:
     @property
     def key(self) -> Key:
         return self.keys[-1]
+
+    @cached_property
+    def page_bytes(self) -> bytes:
+        """The pages as int32: joining bytes is the quickest way to the pages of many segments."""
+        return array("i", self.pages).tobytes()
+
+    @cached_property
+    def again(self) -> "Segment":
+        """What a row reads that places this segment a second time: the same, under a name of its own, for no read has a row twice."""
+        return replace(self)
 
     def __len__(self) -> int:
         return len(self.tokens)

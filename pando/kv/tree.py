@@ -18,7 +18,7 @@ REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from somet
 
 
 class Stem:
-    __slots__ = ("born", "children", "owner", "parent", "pins", "segment", "used")
+    __slots__ = ("_path", "born", "children", "owner", "parent", "pins", "segment", "used")
 
     def __init__(self, segment: Segment, parent: "Stem | None", owner: Key, now: float) -> None:
         self.segment = segment
@@ -27,20 +27,32 @@ class Stem:
         self.children: dict[Key, Stem] = {}  # by the key of their first page
         self.pins = 0
         self.born = self.used = now
+        self._path: tuple[Segment, ...] | None = None
 
     @property
     def end(self) -> int:
         """The number of tokens from the root to here."""
         return self.segment.first + len(self.segment)
 
-    def path(self) -> list[Segment]:
-        """From the first segment below the root to this one."""
-        found: list[Segment] = []
-        stem = self
-        while stem.parent is not None:
-            found.append(stem.segment)
-            stem = stem.parent
-        return found[::-1]
+    def path(self) -> tuple[Segment, ...]:
+        """From the first segment below the root to this one: the same tuple until one of them is another."""
+        if self._path is None:
+            found: list[Segment] = []
+            stem = self
+            while stem.parent is not None:
+                found.append(stem.segment)
+                stem = stem.parent
+            self._path = tuple(found[::-1])
+        return self._path
+
+    def change(self, segment: Segment) -> None:
+        """Takes another segment in its place. Whoever reads this stem, or one below it, reads other segments from now on."""
+        self.segment = segment
+        stack = [self]
+        while stack:
+            stem = stack.pop()
+            stem._path = None
+            stack.extend(stem.children.values())
 
 
 @dataclass(frozen=True)
@@ -204,7 +216,7 @@ class PrefixTree:
     def _lengthen(self, stem: Stem, fresh: Segment, now: float) -> Stem:
         """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
         old = stem.segment
-        stem.segment = Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first)
+        stem.change(Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first))
         stem.used = now
         return stem
 
@@ -219,7 +231,7 @@ class PrefixTree:
         upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.owner, stem.used)
         upper.born = stem.born
         stem.parent.children[old.keys[0]] = upper
-        stem.segment = Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens)
+        stem.change(Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens))
         stem.parent = upper
         upper.children[stem.segment.keys[0]] = stem
         return upper
@@ -231,7 +243,7 @@ class PrefixTree:
         while len(self._evicted) > REMEMBERED:
             del self._evicted[next(iter(self._evicted))]
         if keep:
-            leaf.segment = Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first)
+            leaf.change(Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first))
         else:
             assert leaf.parent is not None
             del leaf.parent.children[old.keys[0]]

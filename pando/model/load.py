@@ -13,6 +13,7 @@ from ..errors import BadModelFile, InvalidOption
 from ..kernels import native
 from ..kernels.linear import CpuLinear, fastest_dtype
 from ..kernels.native import Library, NativeOps, Unavailable
+from ..kernels.ops import TorchOps
 from .config import ModelConfig
 from .decoder import Decoder, plain_linear
 from .hub import resolve
@@ -46,13 +47,25 @@ def load(name: str, *, device: str, dtype: str, compiled: bool = True) -> Model:
     linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library) if place.type == "cpu" else plain_linear
     return Model(
         config=config,
-        decoder=Decoder(config, weights, linear, NativeOps(library) if library else None),
+        decoder=Decoder(config, weights, linear, _ops(place, library)),
         tokenizer=Tokenizer.from_directory(files.directory),
         digest=digest(files.weights, config) + str(kind).encode(),
         dtype=kind,
         device=place,
         library=library,
     )
+
+
+def _ops(device: torch.device, library: Library | None) -> TorchOps:
+    if library is not None:
+        return NativeOps(library)
+    if device.type == "cpu":
+        return TorchOps()
+    try:
+        from ..kernels.gpu import TritonOps
+    except ImportError:  # attention says so
+        return TorchOps()
+    return TritonOps()
 
 
 def _library(dtype: torch.dtype) -> Library | None:

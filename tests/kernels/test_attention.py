@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,14 +10,18 @@ import torch
 from pando.kernels import reference
 from pando.kernels.cpu import Lowering, Run, Square
 from pando.kernels.native import DENSE_QUERIES, DENSE_SQUARE, Dense, NativeLowering, supports
+from pando.kernels.reads import Reads, joined
 from pando.kernels.reference import Geometry, Read, alibi_slopes, merge, partial
 from pando.kernels.rope import frequencies, rotate, turns
 
 from ..tiny import native_library
 
-PAGE, PAGES = 4, 1800
+PAGE, SLOTS = 4, 9600
 SOME, MANY = DENSE_QUERIES + 4, DENSE_SQUARE + 6  # so many queries are handed to torch's kernel: at least a run, and both
 PATHS = {"torch": None} | {f"native, {dense}": dense for dense in (Dense(), Dense(True, True), Dense(True, False), Dense(False, True))}
+
+Numbers = list[int]
+Parts = list[tuple[Sequence[int], int, int, Sequence[int], Sequence[int]]]  # as `joined` takes them
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -36,22 +41,23 @@ class Case:
         shape: tuple[int, int] | None = None,
         tails: tuple[int, ...] = (0, 3, 4, 11, 63, 64, 65, 300),
         rows: int | None = None,
+        page: int = PAGE,
     ) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
         kv_heads = self.random.choice([1, 2, 3]) if shape is None else 1
         group, size = shape or (self.random.choice([1, 3, 4, 7, 8]), self.random.choice([16, 64]))
-        self.k, self.v = (torch.full((PAGES * PAGE, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2))
+        self.k, self.v = (torch.full((SLOTS, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2))
         freqs = frequencies(size, 1e4)[0] if positions == "rope" else None
         slopes = alibi_slopes(kv_heads * group) if positions == "alibi" else None
         self.geometry = Geometry(kv_heads * group, kv_heads, size, size**-0.5, freqs, 1.0, slopes)
         self.dtype, self.lengths = dtype, tails
-        self.free = list(range(PAGES))
+        self.page, self.free = page, list(range(SLOTS // page))
         if self.random.random() < 0.5:
             self.random.shuffle(self.free)
         rows = rows or self.random.choice([1, 2, 3, 5, 9])
         self.counts = [1 if decoding else self.random.choice([1, 1, 5, SOME, MANY]) for _ in range(rows)]
-        self.reads: list[Read] = []
+        self._reads: Parts = []
         self.moves = False
         bases = self._share([0] * len(self.counts))
         self.positions = self._tails(bases)
@@ -60,15 +66,21 @@ class Case:
         for pool in (self.k, self.v):
             pool[slots] = torch.randn(len(slots), *pool.shape[1:]).to(self.dtype)
 
-    def _slots(self, tokens: int) -> torch.Tensor:
-        pages = [self.free.pop(0) for _ in range(-(-tokens // PAGE))]
-        return torch.tensor([page * PAGE + i for page in pages for i in range(PAGE)][:tokens], dtype=torch.int64)
+    @property
+    def reads(self) -> Reads:
+        return joined(self.page, self._reads)
 
-    def _queries(self, row: int) -> list[int]:
+    def add(self, tokens: int, first: int, queries: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
+        """A read of pages that nobody has; answers its slots."""
+        pages = [self.free.pop(0) for _ in range(-(-tokens // self.page))]
+        self._reads.append((pages, tokens, first, queries, shifts))
+        return torch.tensor([page * self.page + i for page in pages for i in range(self.page)][:tokens], dtype=torch.int64)
+
+    def _queries(self, row: int) -> range:
         start = sum(self.counts[:row])
-        return list(range(start, start + self.counts[row]))
+        return range(start, start + self.counts[row])
 
-    def _share(self, bases: list[int]) -> list[int]:
+    def _share(self, bases: Numbers) -> Numbers:
         for _ in range(self.random.randint(0, 3)):
             tokens = self.random.choice([1, 3, 4, 5, 40])
             readers = [row for row in range(len(self.counts)) if self.random.random() < 0.8]
@@ -79,19 +91,15 @@ class Case:
                 bases[row] = shift + tokens
                 queries += self._queries(row)
                 shifts += [shift] * self.counts[row]
-            who, moved = (torch.tensor(numbers, dtype=torch.int64) for numbers in (queries, shifts))
-            self.reads.append(Read(self._slots(tokens), 0, who, moved))
-            self.write(self.reads[-1].slots)
+            self.write(self.add(tokens, 0, queries, shifts))
         return bases
 
-    def _tails(self, bases: list[int]) -> torch.Tensor:
+    def _tails(self, bases: Numbers) -> torch.Tensor:
         positions = []
         for row, base in enumerate(bases):
             before = self.random.choice(self.lengths)
-            slots = self._slots(before + self.counts[row] + 4)
+            slots = self.add(before + self.counts[row] + 4, base, self._queries(row), [0] * self.counts[row])
             self.write(slots[: before + self.counts[row]])
-            queries = torch.tensor(self._queries(row))
-            self.reads.append(Read(slots, base, queries, torch.zeros_like(queries)))
             positions += range(base + before, base + before + self.counts[row])
         return torch.tensor(positions)
 
@@ -112,13 +120,30 @@ class Case:
         geometry = self.geometry
         q = torch.randn(len(positions), geometry.heads, geometry.head_dim).to(self.dtype)
         turned = q if geometry.freqs is None else rotate(q, turns(positions, geometry.freqs))
-        exact = reference.attend(q.double(), self.k.double(), self.v.double(), self.reads, positions, geometry)
+        exact = reference.attend(q.double(), self.k.double(), self.v.double(), self.list, positions, geometry)
         assert exact.isfinite().all()
         for name, lowering in paths.items():
-            lowering.begin(positions)
-            out = lowering.attend(q, turned, self.k, self.v)
+            out = poisoned(lowering, positions, q, turned, self.k, self.v)
             assert out.dtype == self.dtype
             assert (out.double() - exact).abs().max() < tolerance(self.dtype), name
+
+    @property
+    def list(self) -> Sequence[Read]:
+        """As the definition takes them."""
+        return [*self.reads.each()]
+
+
+def poisoned(lowering: Lowering | NativeLowering, positions: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    """A step, in which whatever it is about to write holds NaN before."""
+    if isinstance(lowering, NativeLowering):
+        for result in (lowering._parts, lowering._peaks, lowering._sums):
+            result.fill_(torch.nan)
+    torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
+    try:
+        lowering.begin(positions)
+        return lowering.attend(*tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def handed_over(path: Lowering | NativeLowering) -> set[type]:
@@ -166,6 +191,14 @@ def test_every_cpu_path_takes_a_tail_of_every_length(length: int) -> None:
         case.check(case.paths(), case.positions)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 32, 33, 65, 300])
+def test_every_cpu_path_takes_any_number_of_readers(rows: int) -> None:
+    """Where the C kernel begins another tile of queries, and where torch's kernel takes over."""
+    for group in (1, 3, 4, 7, 8):
+        case = Case(rows + group, "rope", decoding=True, shape=(group, 16), tails=(0, 3, 4, 5), rows=rows)
+        case.check(case.paths(), case.positions)
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
 def test_a_lowering_serves_the_steps_that_follow(positions: str) -> None:
     dense = set[type]()
@@ -174,7 +207,7 @@ def test_a_lowering_serves_the_steps_that_follow(positions: str) -> None:
         paths = case.paths()
         dense |= handed_over(paths[f"native, {Dense(True, True)}"])
         for step in range(3):
-            tails = case.reads[-len(case.counts) :]
+            tails = case.list[-len(case.counts) :]
             at = [int(case.positions[read.queries[0]]) + step - read.first for read in tails]
             case.write(torch.stack([read.slots[place] for read, place in zip(tails, at, strict=True)]))  # as the step does
             case.check(paths, case.positions + step)
@@ -209,9 +242,8 @@ def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense |
         q[7] = torch.nan
     else:
         k[count + 7] = torch.nan if spoilt == "key" else torch.inf * q[7].sign()
-    queries, none = torch.arange(count), torch.zeros(count, dtype=torch.int64)
-    reads = [Read(queries + first, first, queries, none) for first in (0, count)]
-    plan = reads, count + queries, Geometry(4, 4, 64, 0.125)
+    reads = joined(count, [([page], count, page * count, range(count), [0] * count) for page in (0, 1)])
+    plan = reads, count + torch.arange(count), Geometry(4, 4, 64, 0.125)
     lowering = Lowering(*plan) if dense is None else NativeLowering(native_library(), dense, *plan)
     lost = lowering.attend(q, q, k, v).isnan().any(-1).any(-1)
     assert lost[7]
@@ -223,11 +255,10 @@ def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense |
 def test_a_value_however_large_is_not_seen_before_its_turn(dense: Dense | None) -> None:
     q, k, v = torch.randn(3, MANY, 4, 64)
     v[12] = torch.finfo(torch.float32).max
-    queries, none = torch.arange(MANY), torch.zeros(MANY, dtype=torch.int64)
-    reads, geometry = [Read(queries, 0, queries, none)], Geometry(4, 4, 64, 0.125)
+    reads, queries, geometry = joined(MANY, [([0], MANY, 0, range(MANY), [0] * MANY)]), torch.arange(MANY), Geometry(4, 4, 64, 0.125)
     plan = reads, queries, geometry
     lowering = Lowering(*plan) if dense is None else NativeLowering(native_library(), dense, *plan)
-    out, exact = lowering.attend(q, q, k, v), reference.attend(q, k, v, reads, queries, geometry)
+    out, exact = lowering.attend(q, q, k, v), reference.attend(q, k, v, list(reads.each()), queries, geometry)
     assert torch.allclose(out[:12], exact[:12], atol=tolerance(torch.float32))
 
 
@@ -280,11 +311,10 @@ def test_nothing_merged_with_nothing_is_nothing() -> None:
 
 
 def test_a_read_without_keys_or_readers_changes_nothing() -> None:
-    case = Case(3, "rope")
-    nobody = Read(torch.arange(4), 0, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-    nothing = Read(torch.empty(0, dtype=torch.int64), 0, torch.tensor([0]), torch.tensor([0]))
-    case.reads += [nobody, nothing]
-    case.check(case.paths(), case.positions)
+    for queries in ([], [0], list(range(SOME))):
+        case = Case(3, "rope", rows=SOME)
+        case.add(4 if not queries else 0, 0, queries, [0] * len(queries))
+        case.check(case.paths(), case.positions)
 
 
 def test_the_slopes_of_a_power_of_two_are_a_geometric_series() -> None:

@@ -3,17 +3,24 @@
 from collections.abc import Iterator
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+
+from pando.kernels.ops import TorchOps
+from pando.kernels.reads import Reads, joined
+from pando.kernels.reference import Geometry
+from pando.kernels.rope import frequencies, turns
 
 from .test_attention import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE = 16
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[ModuleType]:
-    from pando.kernels import triton
+def gpu() -> Iterator[ModuleType]:
+    from pando.kernels import gpu
 
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
@@ -27,52 +34,187 @@ def kernels() -> Iterator[ModuleType]:
                 scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
 
             patch.setattr(interpreter, "_patch_lang_tensor", with_index)
-        yield triton
+        yield gpu
 
 
 class OnDevice:
-    """A lowering on the device, for a case whose tensors are in host memory. The answer is poisoned before it is written."""
+    """A lowering on the device, for a case whose tensors are in host memory. What it is about to write is poisoned before."""
 
-    def __init__(self, kernels: ModuleType, case: Case) -> None:
+    def __init__(self, gpu: ModuleType, case: Case, processors: int | None = None, spare: float = 1.0) -> None:
         freqs, slopes = (None if x is None else x.to(DEVICE) for x in (case.geometry.freqs, case.geometry.slopes))
+        device = gpu.Device.of(DEVICE)
+        device = device._replace(processors=processors or device.processors)
         geometry = case.geometry._replace(freqs=freqs, slopes=slopes)
-        self.lowering = kernels.TritonLowering(DEVICE, case.reads, case.positions, geometry)
+        self.lowering = gpu.TritonLowering(device, case.dtype, case.reads, case.positions, geometry, spare)
 
     def begin(self, positions: torch.Tensor) -> None:
         self.lowering.begin(positions)
-        for result in (self.lowering._parts, self.lowering._peaks, self.lowering._sums):
+        for result in (self.lowering._parts, self.lowering._lses):
             result.fill_(torch.nan)
+        assert self.lowering._lses.dtype == torch.float32
+        assert self.lowering._lses.shape == self.lowering._parts.shape[:2]
 
     def attend(self, *tensors: torch.Tensor) -> torch.Tensor:
         return self.lowering.attend(*(x.to(DEVICE) for x in tensors)).cpu()
 
 
-SEEDS = range(12) if DEVICE.type == "cuda" else range(1, 5)
+def check(gpu: ModuleType, case: Case, processors: int | None = None) -> OnDevice:
+    path = OnDevice(gpu, case, processors)
+    case.check({"triton": path}, case.positions)  # type: ignore[dict-item]
+    return path
+
+
+SEEDS = range(24) if DEVICE.type == "cuda" else range(1, 5)
 TAILS = (0, 3, 4, 11, 63, 64, 65, 300) if DEVICE.type == "cuda" else (0, 3, 4, 65)
 
 
 @pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
-def test_the_gpu_path_equals_the_definition_over_random_plans(kernels: ModuleType, positions: str) -> None:
+def test_the_gpu_path_equals_the_definition_over_random_plans(gpu: ModuleType, positions: str) -> None:
     moved = 0
     for seed in SEEDS:
-        case = Case(seed, positions, tails=TAILS)
+        case = Case(seed, positions, tails=TAILS, page=PAGE)
         moved += case.moves
-        case.check({"triton": OnDevice(kernels, case)}, case.positions)  # type: ignore[dict-item]
+        check(gpu, case)
     assert moved, "none of the plans placed a segment elsewhere"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32])
-@pytest.mark.parametrize("group", [1, 3, 8, 71])
-def test_the_gpu_path_takes_heads_of_every_shape(kernels: ModuleType, group: int, dtype: torch.dtype) -> None:
-    for size in (64, 80, 128, 256) if DEVICE.type == "cuda" else (64, 80):
-        case = Case(group + size, "alibi", dtype, decoding=DEVICE.type == "cpu", shape=(group, size), tails=TAILS[:4], rows=3)
-        case.check({"triton": OnDevice(kernels, case)}, case.positions)  # type: ignore[dict-item]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32]
 
 
-def test_a_plan_of_many_rows_over_one_prefix(kernels: ModuleType) -> None:
-    rows = 300 if DEVICE.type == "cuda" else 20
-    case = Case(3, "rope", decoding=True, shape=(4, 64), tails=(5,), rows=rows)
-    case.check({"triton": OnDevice(kernels, case)}, case.positions)  # type: ignore[dict-item]
-    for read in case.reads[-rows:]:
-        case.write(read.slots[6:7])
-    case.check({"triton": OnDevice(kernels, case)}, case.positions + 1)  # type: ignore[dict-item]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 71])
+def test_the_gpu_path_takes_heads_of_every_shape(gpu: ModuleType, group: int, dtype: torch.dtype) -> None:
+    for size in (64, 80, 96, 128, 256) if DEVICE.type == "cuda" else (64, 80):
+        case = Case(group + size, "alibi", dtype, decoding=DEVICE.type == "cpu", shape=(group, size), tails=TAILS[:4], rows=3, page=PAGE)
+        check(gpu, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plan_of_many_rows_over_one_prefix(gpu: ModuleType, dtype: torch.dtype) -> None:
+    for rows in (1, 2, 64, 65, 300) if DEVICE.type == "cuda" else (20,):
+        case = Case(3, "rope", dtype, decoding=True, shape=(4, 64), tails=(5,), rows=rows, page=PAGE)
+        path = check(gpu, case)
+        assert rows < 20 or path.lowering._grids[0], "nothing was read in large tiles"
+        for read in case.list[-rows:]:
+            case.write(read.slots[6:7])
+        case.check({"triton": path}, case.positions + 1)  # type: ignore[dict-item]
+
+
+def test_a_read_cut_over_many_processors_is_merged_again(gpu: ModuleType) -> None:
+    case = Case(2, "rope", decoding=True, shape=(4, 64), tails=(700,), rows=2, page=PAGE)
+    whole, cut = check(gpu, case, processors=1), check(gpu, case, processors=64)
+    assert cut.lowering._grids[1] > whole.lowering._grids[1]
+
+
+def test_a_query_that_one_tile_answers_is_not_merged(gpu: ModuleType) -> None:
+    for seed in range(20):
+        case = Case(seed, "none", decoding=True, tails=(5,), page=PAGE)
+        if len(case.reads) == len(case.counts):  # nothing shared
+            assert check(gpu, case).lowering._grids[2] == 0
+            return
+    raise AssertionError("every plan shared something")
+
+
+def test_another_plan_takes_the_place_of_one_with_room_for_it(gpu: ModuleType) -> None:
+    """As a captured graph needs it: the kernels and their arguments stay, what they read changes."""
+    case = Case(5, "none", decoding=True, shape=(3, 64), tails=(40,), rows=6, page=PAGE)
+    path = OnDevice(gpu, case, spare=1.5)
+    arguments = {name: array.data_ptr() for name, array in path.lowering._arrays.items()}
+    fewer = Case(7, "none", decoding=True, shape=(3, 64), tails=(9,), rows=4, page=PAGE)
+    assert path.lowering.replace(fewer.reads, fewer.positions)
+    assert {name: array.data_ptr() for name, array in path.lowering._arrays.items()} == arguments
+    fewer.check({"triton": path}, fewer.positions)  # type: ignore[dict-item]
+    more = Case(5, "none", decoding=True, shape=(3, 64), tails=(40,), rows=20, page=PAGE)
+    assert not path.lowering.replace(more.reads, more.positions)
+    fewer.check({"triton": path}, fewer.positions)  # type: ignore[dict-item]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are a GPU's")
+def test_a_captured_graph_follows_the_plan(gpu: ModuleType) -> None:
+    case = Case(5, "none", torch.bfloat16, decoding=True, shape=(4, 128), tails=(300,), rows=9, page=64)
+    lowering = OnDevice(gpu, case, spare=2.0).lowering
+    k, v = case.k.to(DEVICE), case.v.to(DEVICE)
+    q = torch.randn(9, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    lowering.attend(q, q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lowering.attend(q, q, k, v)
+    for rows, tail in ((9, 300), (9, 301), (5, 64), (1, 2)):
+        now = Case(rows, "none", torch.bfloat16, decoding=True, shape=(4, 128), tails=(tail,), rows=rows, page=64)
+        k.copy_(now.k)
+        v.copy_(now.v)
+        assert lowering.replace(now.reads, now.positions)
+        graph.replay()
+        eager = OnDevice(gpu, now)
+        eager.begin(now.positions)
+        assert torch.equal(out[:rows].cpu(), eager.attend(*(x[:rows].cpu() for x in (q, q)), now.k, now.v))
+
+
+def test_reads_are_cut_so_that_every_processor_has_work() -> None:
+    from pando.kernels.gpu_tiles import Tiles, sizes
+
+    geometry = Geometry(32, 8, 128, 1.0)
+
+    def launches(rows: int, shared: int, tail: int) -> tuple[int, int, int]:
+        reads: list[tuple[list[int], int, int, list[int], list[int]]] = []
+        if shared:
+            reads.append((list(range(shared // 64)), shared, 0, list(range(rows)), [0] * rows))
+        reads += [(list(range(tail // 64)), tail, shared, [row], [0]) for row in range(rows)]
+        given = joined(64, reads)
+        cut = Tiles.cut(given, rows, geometry, *sizes(geometry, torch.bfloat16, given, 132), 132)
+        assert cut.tiles[:, 7].max(initial=0) <= max(shared, tail)
+        return cut.launches
+
+    assert launches(256, 8192, 128) == (16, 256, 256)  # 128 of 132 programs, for 8 key heads
+    assert launches(1024, 2048, 128) == (32, 1024, 1024)
+    assert launches(32, 0, 2048) == (0, 32, 0)  # enough as they are: nothing to merge
+    assert launches(1, 0, 4224)[1] > 8
+    assert launches(0, 0, 0) == (0, 0, 0)
+
+
+def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once() -> None:
+    from pando.kernels.gpu_tiles import Tiles, sizes
+
+    for seed in range(30):
+        case = Case(seed, "rope", torch.bfloat16, page=PAGE, tails=(0, 3, 300, 1000))
+        reads, count = case.reads, len(case.positions)
+        processors = 1 + seed * 7
+        cut = Tiles.cut(reads, count, case.geometry, *sizes(case.geometry, torch.bfloat16, reads, processors), processors)
+        covered = np.zeros(len(reads.queries), dtype=np.int64)
+        for _, first, _, _, pair, pairs, _, stop in cut.tiles.tolist():
+            covered[pair : pair + pairs] += stop - first
+        assert (covered == np.repeat(reads.tokens, np.diff(reads.query_starts))).all()
+        written = np.sort(cut.places[cut.places >= 0])
+        assert (written == np.arange(cut.parts)).all()
+        assert sorted([*(-1 - cut.places[cut.places < 0]), *cut.tokens]) == list(range(count))
+
+
+@pytest.mark.parametrize("rotated", [16, 32, 80])
+def test_new_keys_and_values_are_written_as_the_definition_has_it(gpu: ModuleType, rotated: int) -> None:
+    torch.manual_seed(rotated)
+    size, heads, kv_heads, slots = 80 if rotated == 80 else 32, 6, 2, torch.tensor([7, 3, 40])
+    qkv = torch.randn(3, heads + 2 * kv_heads, size, device=DEVICE)
+    turn = turns(torch.tensor([5, 900, 2]), frequencies(rotated, 1e4)[0]).to(DEVICE)
+    pools = [torch.zeros(2, 64, kv_heads, size, device=DEVICE) for _ in range(2)]
+    answers = [
+        ops.rotate_and_store(qkv, turn, slots.to(DEVICE), *pool) for ops, pool in zip((TorchOps(), gpu.TritonOps()), pools, strict=True)
+    ]
+    for wanted, found in (*zip(*answers, strict=True), pools):
+        assert torch.allclose(wanted, found, atol=1e-6)
+
+
+def test_pages_and_heads_that_the_kernels_are_not_made_for_are_named() -> None:
+    from pando.kernels.gpu_tiles import unsupported
+
+    assert unsupported(Geometry(32, 8, 128, 1.0), 64) is None
+    assert "257" in (unsupported(Geometry(8, 8, 257, 1.0), 64) or "")
+    assert "12" in (unsupported(Geometry(8, 8, 64, 1.0), 12) or "")
+
+
+def test_the_definition_agrees_with_itself_over_pages() -> None:
+    """What the other tests compare with: `each` gives back what `joined` was given."""
+    reads = joined(4, [([3, 1], 6, 2, [0, 1], [0, 5])])
+    (read,) = reads.each()
+    assert isinstance(reads, Reads)
+    assert read.slots.tolist() == [12, 13, 14, 15, 4, 5]
+    assert (read.first, read.queries.tolist(), read.shifts.tolist()) == (2, [0, 1], [0, 5])

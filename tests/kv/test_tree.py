@@ -93,6 +93,22 @@ def test_a_longer_run_makes_a_shorter_end_superfluous() -> None:
     assert tree.insert_end(root, [0, 1], 6, ROOT, 1) == [6], "a known end is not stored again"
 
 
+def test_a_path_is_the_same_tuple_until_a_stem_on_it_is_cut_or_grows() -> None:
+    tree = PrefixTree(PAGE)
+    remember(tree, list(range(8)), [1, 2])
+    leaf, beside = (remember(tree, [*range(8), *[last] * 4], [1, 2, last]) for last in (77, 88))
+    before, untouched = leaf.path(), remember(tree, [50] * 8, [3, 4]).path()
+    find(tree, [*range(8), 99])
+    assert leaf.path() is before and [segment.pages for segment in before] == [(1, 2), (77,)]
+    find(tree, [*range(4), 99, 99, 99, 99])
+    assert [segment.pages for segment in leaf.path()] == [(1,), (2,), (77,)]
+    assert leaf.path()[:2] == beside.path()[:2]
+    assert find(tree, [50] * 8).stem.path() is untouched
+    tree.pin(leaf)
+    assert tree.insert(leaf, keys_of([*range(8), *[77] * 8])[3:], [77] * 4, [5], ROOT, 1).stem is leaf
+    assert leaf.path()[-1].pages == (77, 5)
+
+
 def test_cutting_a_stem_keeps_those_who_stand_below() -> None:
     tree = PrefixTree(PAGE)
     leaf = remember(tree, list(range(12)), [1, 2, 3])

@@ -1,0 +1,235 @@
+"""Cases of `pando bench attention`: a tree of segments, and the rows that read it. Anyone may bring them, as JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..errors import InvalidOption
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
+SHORT = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+MOST_HEADS, LARGEST_HEAD = 1024, 1024
+MOST_TOKENS = 1 << 26  # of a segment, and of all of them together
+MOST_SEGMENTS = MOST_ROWS = 1 << 16
+MOST_READ = 1 << 30  # tokens of all rows' contexts
+LONGEST_FILE = 64 << 20  # bytes
+LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment of a case, behind its parent."""
+
+    parent: int | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rows` names each row's last segment: a row's context is the path to it, and its query stands at the end."""
+
+    name: str
+    hq: int
+    hkv: int
+    d: int
+    dtype: str
+    segments: tuple[Part, ...]
+    rows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_heads(self)
+        _check_tree(self)
+
+    @property
+    def group(self) -> int:
+        return self.hq // self.hkv
+
+    def path(self, leaf: int) -> list[int]:
+        """From the root to a segment."""
+        found, place = [], leaf
+        while True:
+            found.append(place)
+            parent = self.segments[place].parent
+            if parent is None:
+                return found[::-1]
+            place = parent
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Parents before their children."""
+        done: dict[int, None] = {}
+        for leaf in range(len(self.segments)):
+            fresh, place = [], leaf
+            while place not in done:
+                fresh.append(place)
+                parent = self.segments[place].parent
+                if parent is None:
+                    break
+                place = parent
+            done.update(dict.fromkeys(reversed(fresh)))
+        return list(done)
+
+    @cached_property
+    def first(self) -> list[int]:
+        """The position at which each segment begins."""
+        first, ends = [0] * len(self.segments), [0] * len(self.segments)
+        for place in self.order:
+            parent = self.segments[place].parent
+            first[place] = 0 if parent is None else ends[parent]
+            ends[place] = first[place] + self.segments[place].tokens
+        return first
+
+    @cached_property
+    def depth(self) -> list[int]:
+        depth = [0] * len(self.segments)
+        for place in self.order:
+            parent = self.segments[place].parent
+            depth[place] = 0 if parent is None else depth[parent] + 1
+        return depth
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """The rows whose path each segment lies on."""
+        readers: list[list[int]] = [[] for _ in self.segments]
+        for row, leaf in enumerate(self.rows):
+            readers[leaf].append(row)
+        for place in reversed(self.order):
+            parent = self.segments[place].parent
+            if parent is not None:
+                readers[parent] += readers[place]
+        return [sorted(rows) for rows in readers]
+
+    def length(self, row: int) -> int:
+        """Tokens of a row's context."""
+        leaf = self.rows[row]
+        return self.first[leaf] + self.segments[leaf].tokens
+
+    @cached_property
+    def read_tokens(self) -> int:
+        """What all rows read together: a token as often as it has readers."""
+        return sum(len(rows) * part.tokens for rows, part in zip(self.readers, self.segments, strict=True))
+
+    @property
+    def shared_share(self) -> float:
+        """The part of these that more than one row reads."""
+        shared = sum(len(rows) * part.tokens for rows, part in zip(self.readers, self.segments, strict=True) if len(rows) > 1)
+        return shared / self.read_tokens
+
+    def as_json(self) -> dict[str, object]:
+        segments = [{"parent": part.parent, "tokens": part.tokens} for part in self.segments]
+        return {
+            "name": self.name, "hq": self.hq, "hkv": self.hkv, "d": self.d, "dtype": self.dtype, "segments": segments,
+            "rows": list(self.rows),
+        }  # fmt: skip
+
+
+def _check_heads(case: Case) -> None:
+    if not case.name or len(case.name) > LONGEST_NAME:
+        raise _wrong(case.name, f"its name has {len(case.name)} characters; give it 1 to {LONGEST_NAME}")
+    for name, value, most in (("hq", case.hq, MOST_HEADS), ("hkv", case.hkv, MOST_HEADS), ("d", case.d, LARGEST_HEAD)):
+        if not 1 <= value <= most:
+            raise _wrong(case.name, f"{name} is {value}; it must be from 1 to {most}")
+    if case.hq % case.hkv:
+        raise _wrong(case.name, f"{case.hq} query heads cannot share {case.hkv} key heads evenly; make hq a multiple of hkv")
+    if case.dtype not in DTYPES:
+        raise _wrong(case.name, f"its dtype is {case.dtype!r}; it must be one of {', '.join(DTYPES)}")
+
+
+def _check_tree(case: Case) -> None:
+    for name, count, most in (("segments", len(case.segments), MOST_SEGMENTS), ("rows", len(case.rows), MOST_ROWS)):
+        if not 1 <= count <= most:
+            raise _wrong(case.name, f"it has {count} {name}; it must have from 1 to {most}")
+    for index, part in enumerate(case.segments):
+        if part.parent is not None and not 0 <= part.parent < len(case.segments):
+            raise _wrong(case.name, f"the parent of segment {index} is {part.parent}, and there are {len(case.segments)} segments, from 0")
+        if not 0 <= part.tokens <= MOST_TOKENS:
+            raise _wrong(case.name, f"segment {index} has {part.tokens} tokens; it must have from 0 to {MOST_TOKENS}")
+    if sum(part.tokens for part in case.segments) > MOST_TOKENS:
+        raise _wrong(case.name, f"its segments have more than {MOST_TOKENS} tokens together; make it smaller")
+    _check_circles(case)
+    for row, leaf in enumerate(case.rows):
+        if not 0 <= leaf < len(case.segments):
+            raise _wrong(case.name, f"row {row} ends in segment {leaf}, and there are {len(case.segments)} segments, from 0")
+        if case.length(row) == 0:
+            raise _wrong(case.name, f"row {row} has no tokens to read; give one of its segments some")
+    if sum(map(case.length, range(len(case.rows)))) > MOST_READ:
+        raise _wrong(case.name, f"its rows read more than {MOST_READ} tokens together; make it smaller")
+
+
+def _check_circles(case: Case) -> None:
+    ends: set[int] = set()  # segments from which the way up is known to end
+    for start in range(len(case.segments)):
+        way: dict[int, None] = {}
+        place: int | None = start
+        while place is not None and place not in ends:
+            if place in way:
+                raise _wrong(case.name, f"segment {place} is behind itself; parents must lead to one that has null")
+            way[place] = None
+            place = case.segments[place].parent
+        ends.update(way)
+
+
+def _wrong(name: str, what: str) -> InvalidOption:
+    return InvalidOption(f"case {name[:LONGEST_NAME]!r}: {what}")
+
+
+def read_cases(file: Path) -> list[Case]:
+    """One object, or a list of them."""
+    try:
+        if file.stat().st_size > LONGEST_FILE:
+            raise InvalidOption(f"--cases {file}: larger than {LONGEST_FILE >> 20} MiB; split it")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidOption(f"--cases {file}: cannot be read as JSON ({error})") from error
+    entries = found if isinstance(found, list) else [found]
+    if not entries:
+        raise InvalidOption(f"--cases {file}: holds no case")
+    cases = [_case(entry, f"--cases {file}: entry {index}") for index, entry in enumerate(entries)]
+    names = [case.name for case in cases]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidOption(f"--cases {file}: {twice[0]!r} is the name of several cases; name each differently")
+    return cases
+
+
+def _case(entry: object, place: str) -> Case:
+    if not isinstance(entry, dict):
+        raise InvalidOption(f"{place} is no object with the fields name, hq, hkv, d, dtype, segments, rows")
+    name = _text(entry, "name", place)
+    dtype = _text(entry, "dtype", place).removeprefix("torch.")
+    segments = [_part(part, f"{place}, segment {index}") for index, part in enumerate(_list(entry, "segments", place))]
+    rows = [_whole(leaf, f"{place}: row {index}") for index, leaf in enumerate(_list(entry, "rows", place))]
+    hq, hkv, d = (_whole(entry.get(field), f"{place}: {field!r}") for field in ("hq", "hkv", "d"))
+    return Case(name, hq, hkv, d, SHORT.get(dtype, dtype), tuple(segments), tuple(rows))
+
+
+def _part(part: object, place: str) -> Part:
+    if not isinstance(part, dict) or "parent" not in part:
+        raise InvalidOption(f'{place} must be {{"parent": an index or null, "tokens": a number}}')
+    parent = part["parent"]
+    return Part(None if parent is None else _whole(parent, f"{place}: 'parent'"), _whole(part.get("tokens"), f"{place}: 'tokens'"))
+
+
+def _text(entry: Mapping[str, object], field: str, place: str) -> str:
+    value = entry.get(field)
+    if not isinstance(value, str):
+        raise InvalidOption(f"{place}: {field!r} must be a text, not {_shown(value)}")
+    return value
+
+
+def _list(entry: Mapping[str, object], field: str, place: str) -> list[object]:
+    value = entry.get(field)
+    if not isinstance(value, list):
+        raise InvalidOption(f"{place}: {field!r} must be a list, not {_shown(value)}")
+    return value
+
+
+def _whole(value: object, place: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(f"{place} must be a whole number, not {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is None else json.dumps(value)[:40]

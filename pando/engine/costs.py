@@ -1,0 +1,98 @@
+"""What was measured of when sharing pays, kept between runs: one small file for each device, dtype and shape of heads.
+
+`pando bench attention --calibrate` writes it, and an engine that starts on the same device reads it. A file that is missing, broken or
+about something else is as good as none: the cost model's defaults are never wrong, only less apt.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..kv.plan import CostModel
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+LONGEST = 1 << 20  # bytes of a file that is read
+
+
+class Subject(NamedTuple):
+    """What a calibration holds for."""
+
+    device: str
+    dtype: str  # "bfloat16"
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def file(self, folder: Path) -> Path:
+        words = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:80] or "device"
+        return folder / f"{words}_{self.dtype}_{self.heads}x{self.kv_heads}x{self.head_dim}.json"
+
+
+def device_name(device: "torch.device") -> str:
+    """As a calibration is filed under: a GPU by its name, a CPU by its kind and the threads that are used."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_kind()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_kind() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    facts = dict(reversed([(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]))
+    arm = f"{facts.get('CPU implementer', '')} {facts.get('CPU part', '')}".strip()
+    return f"{platform.machine()} {facts.get('model name') or arm or platform.processor()}".strip()
+
+
+def cost_of(device_name: str, dtype: str, heads: int, kv_heads: int, head_dim: int, folder: Path) -> CostModel | None:
+    """The calibrated cost model, or None where there is none that can be used."""
+    subject = Subject(device_name, dtype, heads, kv_heads, head_dim)
+    file = subject.file(folder)
+    try:
+        with file.open("rb") as opened:
+            found = json.loads(opened.read(LONGEST))
+        cost = CostModel(_number(found, "launch"), _number(found, "merge"))
+        if any(found.get(name) != value for name, value in subject._asdict().items()):
+            raise ValueError("it is about another device or other heads")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("the calibration in %s is ignored: %s; `pando bench attention --calibrate` makes it anew", file, error)
+        return None
+    return cost
+
+
+def _number(found: object, name: str) -> float:
+    value = found.get(name) if isinstance(found, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"its {name!r} is no number from 0 up")
+    return float(value)
+
+
+def keep_cost(cost: CostModel, subject: Subject, folder: Path, samples: Sequence[Mapping[str, object]] = ()) -> Path:
+    """Writes a calibration, and the timings it came from; a reader finds the old file or the new one, never a half."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = subject.file(folder)
+    text = json.dumps({**subject._asdict(), "launch": cost.launch, "merge": cost.merge, "samples": list(samples)}, indent=1)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, prefix=".", delete=False) as fresh:
+        try:
+            fresh.write(text + "\n")
+            fresh.flush()
+            os.fsync(fresh.fileno())
+            os.replace(fresh.name, file)
+        except BaseException:
+            Path(fresh.name).unlink(missing_ok=True)
+            raise
+    return file

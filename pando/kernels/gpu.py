@@ -1,0 +1,171 @@
+"""Attention over a plan on a GPU.
+
+A plan becomes tiles of two sizes: reads of many queries fill large tiles, which compute; reads of few fill small ones, which fetch. Each
+size is one launch, and the two run side by side. A query that only one tile answers is written at once; the others leave parts, which a
+last launch merges. All of a plan lies in int32 arrays whose places stay, and all counts are read on the device: a captured graph outlives
+the plan.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import triton as kernels
+from .gpu_tiles import Size, Tiles, keys_of, sizes, wide
+from .ops import TorchOps
+from .reads import Reads
+from .reference import Geometry
+from .rope import rotate, turns
+
+LOG2_E = math.log2(math.e)
+MERGED = 16  # parts looked at together, at most
+HEADS = 8  # written together
+
+
+class Device(NamedTuple):
+    where: torch.device
+    processors: int
+    overlaps: bool  # whether a launch may begin while the one before it runs
+
+    @classmethod
+    def of(cls, where: torch.device) -> "Device":
+        if where.type != "cuda":
+            return cls(where, 1, False)
+        facts = torch.cuda.get_device_properties(where)
+        return cls(where, facts.multi_processor_count, facts.major >= 9)
+
+
+class TritonLowering:
+    """A plan as the GPU takes it. Valid until the plan changes; `replace` puts another in its place, where there is room for it."""
+
+    def __init__(self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0) -> None:
+        self._device, self._geometry, self._page_size = device, geometry, reads.page_size
+        self._large, self._small = sizes(geometry, dtype, reads, device.processors)
+        self._keys = keys_of(geometry, dtype, reads.page_size)
+        self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        tiles, place = self._cut(reads, len(positions)), device.where
+        self._grids = [math.ceil(n * spare) for n in tiles.launches]
+        if tiles.launches[1] * geometry.kv_heads <= 2 * device.processors:  # each has the room to fetch further ahead
+            self._small = self._small._replace(stages=3)
+        self._room = {name: max(1, math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
+        self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
+        self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
+        self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
+        self._positions = torch.zeros(math.ceil(len(positions) * spare), dtype=torch.int64, device=place)
+        self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
+        self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
+        self._most_parts = triton.next_power_of_2(max(1, int(np.diff(tiles.starts).max(initial=0))))
+        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+        self._moved: Tensor | None = None
+        if len(tiles.moved):
+            self._moved = torch.from_numpy(reads.queries[tiles.moved].astype(np.int64)).to(place)
+            self._shifts = torch.from_numpy(reads.shifts[tiles.moved].astype(np.int64)).to(place)
+        self._put(tiles, positions)
+
+    def replace(self, reads: Reads, positions: Tensor) -> bool:
+        """Takes another plan, and answers whether it could: it may have no more of anything than there is room for, and no shifts."""
+        tiles = self._cut(reads, len(positions))
+        fits = (
+            all(n <= most for n, most in zip(tiles.launches, self._grids, strict=True))
+            and all(numbers.size <= self._room[name] for name, numbers in tiles.arrays().items())
+            and tiles.parts <= len(self._parts)
+            and len(positions) <= len(self._positions)
+            and self._moved is None
+            and not len(tiles.moved)
+        )
+        if fits:
+            self._put(tiles, positions)
+        return fits
+
+    def _cut(self, reads: Reads, count: int) -> Tiles:
+        return Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
+
+    def _put(self, tiles: Tiles, positions: Tensor) -> None:
+        """One copy for all arrays."""
+        host, offset = np.zeros(len(self._ints), dtype=np.int32), 0
+        for name, numbers in tiles.arrays().items():
+            host[offset : offset + numbers.size] = numbers.reshape(-1)
+            offset += self._room[name]
+        self._ints.copy_(torch.from_numpy(host))
+        self.begin(positions)
+
+    def begin(self, positions: Tensor) -> None:
+        self._positions[: len(positions)].copy_(positions)
+        a, pairs = self._arrays, max(self._large.rows, self._small.rows) // (self._geometry.heads // self._geometry.kv_heads)
+        kernels.begin[(max(1, self._grids[0] + self._grids[1]),)](
+            self._positions, a["tiles"], a["counts"], a["reader"], a["base"], a["room"], self._seen, self._ahead,
+            triton.next_power_of_2(max(1, pairs)), self._keys, num_warps=1,
+        )  # fmt: skip
+        freqs = self._geometry.freqs
+        if self._moved is not None and freqs is not None:
+            self._turn = turns(self._positions[self._moved] - self._shifts, freqs, self._geometry.factor)
+
+    def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        g, count = self._geometry, len(q)
+        if self._moved is not None:
+            turned = torch.cat((turned, rotate(q[self._moved], self._turn)))
+        turned = turned.contiguous()
+        out = torch.empty(count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
+        large, small, merged = self._grids
+        keys = self._descriptor(k), self._descriptor(v)
+        if large:
+            self._look(self._large, large, turned, keys, out, is_large=True, early=bool(small or merged), after=False)
+        if small:
+            self._look(self._small, small, turned, keys, out, is_large=False, early=bool(merged), after=bool(large))
+        if merged:
+            self._merge(out)
+        return out
+
+    def _look(
+        self, size: Size, tiles: int, q: Tensor, keys: tuple[Any, Any], out: Tensor, *, is_large: bool, early: bool, after: bool
+    ) -> None:
+        g, a, overlaps = self._geometry, self._arrays, self._device.overlaps
+        programs = min(tiles * g.kv_heads, self._device.processors) if size.many else tiles * g.kv_heads
+        kernels.look[(programs,)](
+            q, *keys, q if g.slopes is None else g.slopes, a["tiles"], a["counts"], a["pages"], a["query"], self._seen, self._ahead,
+            a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
+            g.heads, g.kv_heads, g.heads // g.kv_heads, g.head_dim, wide(g), self._page_size, size.rows, self._keys, size.stages,
+            g.slopes is not None, self._precision, is_large, size.many, early and overlaps, after and overlaps,
+            num_warps=size.warps, maxnreg=size.registers, **self._follows(after),
+        )  # fmt: skip
+
+    def _merge(self, out: Tensor) -> None:
+        g, a, tokens = self._geometry, self._arrays, self._grids[2]
+        heads, parts = (4 if tokens * g.heads >= 4096 else 1), min(MERGED, self._most_parts)
+        kernels.merge[(tokens, triton.cdiv(g.heads, heads))](
+            self._parts, self._lses, a["starts"], a["tokens"], a["counts"], out,
+            g.heads, g.head_dim, wide(g), heads, parts, self._device.overlaps, num_warps=heads, **self._follows(True),
+        )  # fmt: skip
+
+    def _follows(self, after: bool) -> dict[str, bool]:
+        return {"launch_pdl": after} if self._device.overlaps else {}
+
+    def _descriptor(self, pool: Tensor) -> TensorDescriptor:
+        """Of one layer's keys or values [S, K, D], in blocks of one head."""
+        slots, kv_heads, size = pool.shape
+        name = pool.data_ptr(), slots
+        if name not in self._descriptors:
+            width = kv_heads * size
+            self._descriptors[name] = TensorDescriptor(pool, [slots, width], [width, 1], [self._keys, wide(self._geometry)])
+        return self._descriptors[name]
+
+
+class TritonOps(TorchOps):
+    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if turn is None:
+            return super().rotate_and_store(qkv, turn, slots, k, v)
+        count, both, size = qkv.shape
+        kv_heads = k.shape[1]
+        heads = both - 2 * kv_heads
+        qkv = qkv.contiguous()
+        turned = qkv.new_empty(count, heads, size)
+        kernels.rotate_and_store[(count, triton.cdiv(both, HEADS))](
+            qkv, torch.view_as_real(turn), slots, turned, k, v,
+            heads, kv_heads, size, turn.shape[-1], triton.next_power_of_2(-(-size // 2)), HEADS, num_warps=2,
+        )  # fmt: skip
+        return qkv[:, :heads], turned

@@ -1,0 +1,54 @@
+"""The reads of a step as a few int32 arrays: what a plan becomes once, and every layer of every step takes until the plan changes."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .reference import Read
+
+Ints = NDArray[np.int32]
+
+
+class Reads(NamedTuple):
+    """Read r looks at `tokens[r]` keys in the pages from `page_starts[r]` to `page_starts[r + 1]`, the first of them stored at position
+    `first[r]`, for the queries from `query_starts[r]` to `query_starts[r + 1]`, which stand `shifts` behind where it was stored."""
+
+    page_size: int
+    pages: Ints  # all reads' pages, one read behind the other
+    page_starts: Ints  # [R + 1]
+    tokens: Ints  # [R]
+    first: Ints  # [R]
+    queries: Ints  # of all reads: which of the step's tokens
+    query_starts: Ints  # [R + 1]
+    shifts: Ints  # one per query
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, r: int) -> Read:
+        """As the definition takes it."""
+        pages = self.pages[self.page_starts[r] : self.page_starts[r + 1]].astype(np.int64)
+        slots = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[: self.tokens[r]]
+        mine = slice(self.query_starts[r], self.query_starts[r + 1])
+        queries, shifts = (torch.from_numpy(x[mine].astype(np.int64)) for x in (self.queries, self.shifts))
+        return Read(torch.from_numpy(slots), int(self.first[r]), queries, shifts)
+
+    def each(self) -> Iterator[Read]:
+        return map(self.read, range(len(self)))
+
+
+def joined(page_size: int, reads: Sequence[tuple[Sequence[int], int, int, Sequence[int], Sequence[int]]]) -> Reads:
+    """From (pages, tokens, first, queries, shifts) of each read: for few of them, and for tests."""
+    pages, tokens, first, queries, shifts = zip(*reads, strict=True) if reads else ((),) * 5
+    return Reads(page_size, _flat(pages), _starts(pages), _flat([tokens]), _flat([first]), _flat(queries), _starts(queries), _flat(shifts))
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> Ints:
+    return np.array([number for numbers in lists for number in numbers], dtype=np.int32)
+
+
+def _starts(lists: Sequence[Sequence[int]]) -> Ints:
+    return np.cumsum([0, *map(len, lists)]).astype(np.int32)

@@ -1,0 +1,163 @@
+"""From rows to attention: whatever is shared, whichever path reads it, the answer is that of rows that read alone."""
+
+import random
+
+import pytest
+import torch
+
+from pando.engine.batch import reads_of
+from pando.engine.request import Request
+from pando.kernels import reference
+from pando.kernels.cpu import Lowering
+from pando.kernels.native import DENSE_QUERIES, DENSE_SQUARE, Dense, NativeLowering
+from pando.kernels.reads import Reads
+from pando.kernels.reference import Geometry, alibi_slopes
+from pando.kernels.rope import frequencies, rotate, turns
+from pando.kv.plan import ALWAYS, NEVER, CostModel, RowView, plan
+from pando.kv.segment import Placement, Segment
+
+from ..tiny import greedy, native_library, tiny_engine
+
+PAGE = 4
+LENGTHS = [0, 1, PAGE - 1, PAGE, PAGE, PAGE + 1, 2 * PAGE, 10 * PAGE]  # of a segment
+COUNTS = {"decode": [1], "mixed": [1, 1, 5], "prefill": [3, DENSE_QUERIES + 1, DENSE_SQUARE + 1]}  # tokens that a row brings
+ENOUGH = 1e-4  # sums over hundreds of keys, and angles of hundreds of turns, are fp32
+
+
+class Forest:
+    """Rows over a random tree, with modules placed behind, and tails of their own. What was never written is NaN."""
+
+    def __init__(self, seed: int, positions: str, kind: str) -> None:
+        self.random = random.Random(f"{seed} {positions} {kind}")
+        torch.manual_seed(seed)
+        self.group = self.random.choice([1, 3, 4, 7, 8])
+        heads = 2 * self.group
+        freqs = frequencies(16, 1e4)[0] if positions == "rope" else None
+        self.geometry = Geometry(heads, 2, 16, 0.25, freqs, 1.0, alibi_slopes(heads) if positions == "alibi" else None)
+        self.free = list(range(3000))
+        self.random.shuffle(self.free)
+        self.k, self.v = torch.full((2, len(self.free) * PAGE, 2, 16), torch.nan)
+        self._rows(kind)
+
+    def _rows(self, kind: str) -> None:
+        paths = self._tree()
+        modules = [self._segment(self.random.choice(LENGTHS), self.random.choice([0, 3])) for _ in range(3)]
+        self.views, self.counts, at = [], list[int](), list[int]()
+        for _ in range(self.random.choice([1, 6, 9, 40] if kind == "decode" else [1, 5, 6, 7])):
+            placements = list(self.random.choice(paths))
+            end = sum(len(each.segment) for each in placements)
+            for module in self.random.choices(modules, k=self.random.choice([0, 1, 2])):  # maybe one of them twice
+                end += self.random.choice([0, 5])
+                placements.append(Placement(module, end - module.first))
+                end += len(module)
+            before, count = self.random.choice(LENGTHS), self.random.choice(COUNTS[kind])
+            tail = self._pages(before + count + self.random.choice([0, PAGE]))
+            self._write(tail, before + count)
+            self.views.append(RowView(placements, tail, end))
+            self.counts.append(count)
+            at += range(end + before, end + before + count)
+        self.positions = torch.tensor(at)
+
+    def _tree(self) -> list[list[Placement]]:
+        paths: list[list[Placement]] = [[]]
+        for _ in range(self.random.randint(1, 5)):
+            trunk = self.random.choice(paths)
+            first = sum(len(each.segment) for each in trunk)
+            paths.append([*trunk, Placement(self._segment(self.random.choice(LENGTHS), first))])
+        return paths[1:]
+
+    def _segment(self, tokens: int, first: int) -> Segment:
+        pages = self._pages(tokens)
+        self._write(pages, tokens)
+        return Segment((bytes(32),) * len(pages), (0,) * tokens, pages, first)
+
+    def _pages(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self.free.pop() for _ in range(-(-tokens // PAGE)))
+
+    def _write(self, pages: tuple[int, ...], tokens: int) -> None:
+        slots = torch.tensor([page * PAGE + i for page in pages for i in range(PAGE)][:tokens], dtype=torch.int64)
+        self.k[slots], self.v[slots] = torch.randn(2, tokens, 2, 16)
+
+    def exact(self, q: torch.Tensor) -> torch.Tensor:
+        flat = list(reads_of(plan(self.views, PAGE, cost=NEVER), self.counts).each())
+        return reference.attend(q.double(), self.k.double(), self.v.double(), flat, self.positions, self.geometry)
+
+
+def paths(reads: Reads, positions: torch.Tensor, geometry: Geometry) -> dict[str, Lowering | NativeLowering]:
+    found: dict[str, Lowering | NativeLowering] = {"torch": Lowering(reads, positions, geometry)}
+    for dense in (Dense(), Dense(True, True), Dense(True, False), Dense(False, True)):
+        found[f"native, {dense}"] = NativeLowering(native_library(), dense, reads, positions, geometry)
+    return found
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
+def test_every_path_answers_the_same_whatever_is_shared(positions: str, kind: str) -> None:
+    shared, moved, repeated = 0, 0, 0
+    for seed in range(16):
+        case = Forest(seed, positions, kind)
+        q = torch.randn(len(case.positions), case.geometry.heads, 16)
+        turned = q if case.geometry.freqs is None else rotate(q, turns(case.positions, case.geometry.freqs))
+        exact = case.exact(q)
+        assert exact.isfinite().all()
+        found = plan(case.views, PAGE, case.group, CostModel(9, 0.5) if seed % 4 == 0 else ALWAYS)
+        reads = reads_of(found, case.counts)
+        assert (reference.attend(q, case.k, case.v, list(reads.each()), case.positions, case.geometry) - exact).abs().max() < ENOUGH
+        for name, lowering in paths(reads, case.positions, case.geometry).items():
+            assert (lowering.attend(q, turned, case.k, case.v) - exact).abs().max() < ENOUGH, (name, seed)
+        shared += found.shared > 0
+        moved += bool(found.shifts.any())
+        repeated += any(len({each.segment for each in view.placements}) < len(view.placements) for view in case.views)
+    assert shared >= 8 and moved >= 8 and repeated >= 2, "the plans are too simple"
+
+
+def test_rows_that_bring_one_token_are_the_queries() -> None:
+    case = Forest(1, "none", "decode")
+    found = plan(case.views, PAGE, cost=ALWAYS)
+    reads = reads_of(found, case.counts)
+    assert reads.queries is found.rows and reads.query_starts is found.row_starts
+    assert len(reads) == len(found) > 0
+
+
+def test_each_token_of_a_row_reads_what_its_row_reads() -> None:
+    prefix = Segment((bytes(32),), (0,) * PAGE, (7,), 0)
+    rows = [RowView([Placement(prefix, shift)], (tail,), PAGE) for shift, tail in ((0, 1), (8, 2), (0, 3))]
+    reads = list(reads_of(plan(rows, PAGE, cost=ALWAYS), [1, 3, 2]).each())
+    assert [read.queries.tolist() for read in reads] == [[0, 1, 2, 3, 4, 5], [0], [1, 2, 3], [4, 5]]
+    assert reads[0].shifts.tolist() == [0, 8, 8, 8, 0, 0]
+    assert [read.slots.tolist() for read in reads] == [list(range(page * PAGE, (page + 1) * PAGE)) for page in (7, 1, 2, 3)]
+
+
+# ---- a plan holds until something changes
+
+
+def test_a_plan_is_made_anew_only_when_a_row_joins_leaves_or_fills_a_page() -> None:
+    engine = tiny_engine(page_size=16)
+    for name, length in (("a", 3), ("b", 5)):
+        engine.add(Request(name, list(range(length, 2 * length)), greedy(24)))
+    plans = []
+    for step in range(20):
+        if step == 4:
+            engine.add(Request("c", [9, 9], greedy(4)))  # stays for four steps, the first of which computes its prompt
+        before = engine.stats().plans
+        engine.step()
+        plans += [step] * (engine.stats().plans - before)
+    # the prompts and the first tokens; c comes, decodes and goes; b fills a page with its 16th token, a two steps later
+    assert plans == [0, 1, 4, 5, 8, 12, 14]
+
+
+def test_a_row_is_seen_anew_when_its_segment_is_cut() -> None:
+    """Else a row that came first would not share with one that has only the beginning of its prompt in common."""
+    engine = tiny_engine()
+    engine.batcher.cost = ALWAYS
+    engine.add(Request("first", list(range(16)), greedy(20)))
+    for _ in range(3):
+        engine.step()
+    (row,) = engine.scheduler.running
+    seen = row.view(PAGE)
+    assert row.view(PAGE) is seen
+    engine.add(Request("second", [*range(8), *range(50, 58)], greedy(20)))
+    for _ in range(2):
+        engine.step()
+    assert row.view(PAGE) is not seen
+    assert [(read.tokens, read.rows) for read in engine.batcher.plan.shared_reads] == [(8, (0, 1))]
