@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from pando import __version__, cli
-from pando.config import EngineConfig, ServerConfig, load_server, options
+from pando.config import Attention, EngineConfig, ServerConfig, load_server, options
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -320,6 +320,11 @@ def test_the_server_document_lists_every_reason_kind_and_outcome():
     assert column(SERVER, "reason") == set(get_args(MissReason))
     assert column(SERVER, "drift") == set(get_args(DriftKind))
     assert column(SERVER, "outcome") == {*get_args(Outcome), "refused"}
+
+
+def test_the_documents_list_every_mode_of_attention():
+    modes = set(get_args(Attention))
+    assert column(SERVER, "attention") == column((ROOT / "docs" / "attention.md").read_text(encoding="utf-8"), "attention") == modes
 
 
 def test_the_server_document_lists_every_metric():

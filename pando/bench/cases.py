@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,12 +14,13 @@ from ..engine.request import Request, RequestOutput, SamplingParams
 from ..errors import InvalidOption
 from ..model.hub import resolve
 from .baseline import Baseline, usable
-from .measure import Result, bounded, compared, counted, interleave, worthwhile
+from .measure import Result, Samples, bounded, compared, counted, interleave, worthwhile
 from .workloads import Texts, prefix, questions, windows
 
-OURS = "Pando"
+OURS, FLAT = "Pando", "Pando, flat"
 PROBE_TOKENS = 4
 CLEARLY_SLOWER = 2  # a variant of the baseline this many times slower than its best, when probed, is not measured further
+CLOSE = 5  # times as many runs where a difference of 2 % counts
 TIE = 1e-4  # a gap of logits below this is rounding, and is reported as such
 SYSTEM = "Answer questions about the following text, or about anything else, in one short paragraph.\n\n"
 
@@ -34,14 +35,21 @@ class Size:
     answer: int  # tokens
     prefix: int
     rows: int
+    few: int  # rows of a small batch
+    own: int  # tokens of each of these where nothing is shared
     question: int
     new: int  # tokens after the cached prefix, where the time to the first token is measured
     scored_tokens: int | None  # None: the whole text
     window: int
 
 
-FULL = Size(repeats=3, chats=32, system_tokens=2048, answer=64, prefix=2048, rows=32, question=16, new=32, scored_tokens=16384, window=2048)
-QUICK = Size(repeats=1, chats=3, system_tokens=96, answer=8, prefix=256, rows=4, question=16, new=32, scored_tokens=512, window=256)
+FULL = Size(
+    repeats=3, chats=32, system_tokens=2048, answer=64, prefix=2048, rows=32, few=8, own=512, question=16, new=32, scored_tokens=16384,
+    window=2048,
+)  # fmt: skip
+QUICK = Size(
+    repeats=1, chats=3, system_tokens=96, answer=8, prefix=256, rows=4, few=2, own=64, question=16, new=32, scored_tokens=512, window=256
+)
 
 
 @dataclass(frozen=True)
@@ -117,21 +125,70 @@ def decode_alone(setting: Setting) -> list[Result]:
     return [compared("decode, batch 1, short context", samples, "tokens/s", ours=OURS, higher=True, at_least=1.6)]
 
 
+def flattened(llm: LLM) -> LLM:
+    """The same weights under `--attention flat`: what requests share is stored once and computed once, but read by each row for itself."""
+    return LLM.from_config(replace(llm.config, attention="flat"), llm.engine.model)
+
+
 def decode_shared(setting: Setting) -> list[Result]:
     size = setting.size
     shared = prefix(setting.encode, setting.texts.prose, size.prefix)
-    asked = questions(setting.encode, setting.texts.prompts, size.rows, size.question)
-    variants: dict[str, Callable[[int], float]] = {}
-    for baseline in setting.baselines:
-        kept = baseline.prefill(shared)[1]
-        variants[f"{baseline.name}, growing cache"] = partial(baseline.time_shared, kept, asked)
-        variants[f"{baseline.name}, static cache"] = partial(baseline.time_shared_static, kept, asked)
-    names, note = worthwhile({name: run(PROBE_TOKENS) for name, run in variants.items()}, CLEARLY_SLOWER)
-    runs: dict[str, Callable[[], float]] = {OURS: lambda: _serve_shared(setting.llm, shared, asked, size.answer).rate}
-    runs |= {name: partial(variants[name], size.answer) for name in names}
-    samples = interleave(runs, size.repeats)
-    case = f"decode, {size.rows} requests over {size.prefix} shared tokens"
-    return [compared(case, samples, "tokens/s", ours=OURS, higher=True, at_least=4, note=note)]
+    kept = [(baseline, baseline.prefill(shared)[1]) for baseline in setting.baselines]
+    ours = {OURS: setting.llm, FLAT: flattened(setting.llm)}
+    results = []
+    for rows, over_theirs, over_flat in ((size.rows, 5, 2.5), (size.few, 3.4, None)):
+        asked = questions(setting.encode, setting.texts.prompts, rows, size.question)
+        variants: dict[str, Callable[[int], float]] = {}
+        for baseline, cache in kept:
+            variants[f"{baseline.name}, growing cache"] = partial(baseline.time_shared, cache, asked)
+            variants[f"{baseline.name}, static cache"] = partial(baseline.time_shared_static, cache, asked)
+        names, note = worthwhile({name: run(PROBE_TOKENS) for name, run in variants.items()}, CLEARLY_SLOWER)
+        runs = {name: partial(_shared_rate, llm, shared, asked, size.answer) for name, llm in ours.items()}
+        runs |= {name: partial(variants[name], size.answer) for name in names}
+        samples = interleave(runs, size.repeats)
+        case = f"decode, {rows} requests over {size.prefix} shared tokens"
+        theirs = {name: rates for name, rates in samples.items() if name != FLAT}
+        results.append(compared(case, theirs, "tokens/s", ours=OURS, higher=True, at_least=over_theirs, note=note))
+        results.append(_against_flat(case, samples, over_flat, ours))
+    return results
+
+
+def decode_unshared(setting: Setting) -> list[Result]:
+    """Looking for what could be shared costs nothing where there is nothing."""
+    size = setting.size
+    ours = {OURS: setting.llm, FLAT: flattened(setting.llm)}
+    results = []
+    for rows, length, owner in ((1, size.prefix, "its"), (size.few, size.own, "their")):
+        asked = questions(setting.encode, setting.texts.prompts, rows, length)
+        for llm in ours.values():
+            llm.engine.clear_cache()
+            serve(llm, asked, 1)  # from here on every row finds its own context cached
+        samples = interleave({name: partial(_rate, llm, asked, size.answer) for name, llm in ours.items()}, CLOSE * size.repeats)
+        case = f"decode, batch {rows} over {length} tokens of {owner} own"
+        results.append(_against_flat(case, samples, 0.98, ours))
+    return results
+
+
+def _against_flat(case: str, samples: Samples, at_least: float | None, ours: dict[str, LLM]) -> Result:
+    """The median of the ratios of runs that were next to each other: what the machine does meanwhile is then in both. The note says how far
+    these lie apart, and whether the two did read differently."""
+    own = {name: samples[name] for name in ours}
+    pairs = sorted(auto / flat for auto, flat in zip(own[OURS], own[FLAT], strict=True))
+    middle, ratio = pairs[len(pairs) // 4 : len(pairs) - len(pairs) // 4], statistics.median(pairs)
+    note = (
+        f"median of {len(pairs)} pairs from {pairs[0]:.3f}x to {pairs[-1]:.3f}x, half of them from {middle[0]:.3f}x to {middle[-1]:.3f}x; "
+    )
+    note += "shared reads: " + ", ".join(f"{llm.engine.facts.shared_reads} ({name})" for name, llm in ours.items())
+    result = compared(f"{case}, against flat", own, "tokens/s", ours=OURS, higher=True, at_least=at_least, note=note)
+    return replace(result, ratio=ratio, met=None if at_least is None else ratio >= at_least)
+
+
+def _rate(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> float:
+    return serve(llm, prompts, count).rate
+
+
+def _shared_rate(llm: LLM, shared: Sequence[int], asked: Sequence[Sequence[int]], count: int) -> float:
+    return _serve_shared(llm, shared, asked, count).rate
 
 
 def _serve_shared(llm: LLM, shared: Sequence[int], asked: Sequence[Sequence[int]], count: int) -> Served:

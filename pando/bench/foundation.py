@@ -21,6 +21,7 @@ CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
     "perplexity": cases.perplexity,
     "decode": cases.decode_alone,
     "shared": cases.decode_shared,
+    "unshared": cases.decode_unshared,
     "first": cases.first_token,
     "pages": cases.pages_in_use,
 }

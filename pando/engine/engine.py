@@ -1,18 +1,21 @@
 """The engine: requests in, tokens out, one step at a time."""
 
 import logging
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import Attention, EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
-from ..kv.plan import ALWAYS, DEFAULT, NEVER, CostModel
+from ..kv.plan import ALWAYS, DEFAULT, NEVER, CostModel, Plan
 from ..kv.pool import PagePool
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..kv.tree import PrefixTree, Stem
@@ -48,15 +51,38 @@ class Stats:
     pages_pinned: int = 0
     running: int = 0
     waiting: int = 0
+    attention: Attention | None = None
+    shared_reads: int = 0  # this and what follows as in StepFacts, of all steps together
+    shared_rows: int = 0
+    read_bytes: int = 0
+    flat_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """Of the last step."""
+class StepFacts(NamedTuple):
+    """Of one step. Bytes are those of K and V, in all layers; however many tokens a row brings, it counts once."""
 
     rows: int = 0
     tokens: int = 0
-    shared_reads: int = 0  # segments that were read once for several rows
+    shared_reads: int = 0  # that served several rows
+    shared_rows: int = 0  # rows of each of them, added up
+    read_bytes: int = 0  # of all reads
+    flat_bytes: int = 0  # the same, had every row read by itself whatever it sees
+
+    def plus(self, other: "StepFacts") -> "StepFacts":
+        return StepFacts(*map(operator.add, self, other))
+
+
+class _Shared(NamedTuple):
+    """What a plan's shared reads come to."""
+
+    reads: int = 0
+    rows: int = 0
+    spared: int = 0  # tokens that need not be read again for each further row
+
+    @classmethod
+    def by(cls, plan: Plan) -> "_Shared":
+        rows = np.diff(plan.row_starts[: plan.shared + 1]).astype(np.int64)
+        return cls(plan.shared, int(rows.sum()), int(plan.tokens[: plan.shared] @ (rows - 1)))
 
 
 class Engine:
@@ -80,7 +106,10 @@ class Engine:
         self.owners: dict[Key, bytes] = {}  # of the roots and branches in the tree
         self._many_owners = MANY_OWNERS
         self.steps = 0
-        self.facts = StepFacts()
+        self.facts = self.totals = StepFacts()
+        self._shared = _Shared()
+        self._token_bytes = self.pool.nbytes // (self.pages.count * self.pages.page_size)
+        self._attention = config.attention
         self._stepping = False
         self._cancelled: list[str] = []
         self._eos = tuple(token for token in model.tokenizer.eos if 0 <= token < facts.vocab_size)  # files may name others
@@ -191,7 +220,8 @@ class Engine:
 
     def _settle(self, schedule: Schedule, chosen: dict[Row, Chosen]) -> list[TokenEvent]:
         self.steps += 1
-        self.facts = StepFacts(len(schedule.rows), sum(schedule.counts), self.batcher.plan.shared if schedule.rows else 0)
+        self.facts = self._count(schedule)
+        self.totals = self.totals.plus(self.facts)
         self.scheduler.settle(schedule)
         events = [self.answers[row].take(token) for row, token in chosen.items()]
         for row, event in zip(chosen, events, strict=True):
@@ -200,6 +230,19 @@ class Engine:
             if event.finish_reason == "error" and not _bends_logits(row):  # else it may be its own fault, and not that of the states
                 self.clear_cache()  # its states are no numbers, and the good ones before them were computed beside them
         return events
+
+    def _count(self, schedule: Schedule) -> StepFacts:
+        """While a plan holds it saves the same in every step, and every row sees one token more."""
+        rows, size = len(schedule.rows), self._token_bytes
+        if not rows:
+            return StepFacts()
+        if schedule.changed:
+            self._shared = _Shared.by(self.batcher.plan)
+            flat = sum(row.computed for row in schedule.rows) + sum(schedule.counts)
+        else:
+            flat = self.facts.flat_bytes // size + rows
+        reads, readers, spared = self._shared
+        return StepFacts(rows, sum(schedule.counts), reads, readers, (flat - spared) * size, flat * size)
 
     def _end(self, row: Row) -> None:
         self.scheduler.remove(row)
@@ -225,6 +268,11 @@ class Engine:
             pages_pinned=self.pins.pages,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            attention=self._attention,
+            shared_reads=self.totals.shared_reads,
+            shared_rows=self.totals.shared_rows,
+            read_bytes=self.totals.read_bytes,
+            flat_bytes=self.totals.flat_bytes,
         )
 
     def clear_cache(self) -> None:

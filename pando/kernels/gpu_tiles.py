@@ -19,10 +19,11 @@ LARGEST_GROUP, LARGEST_HEAD = 128, 256
 
 # Costs, in keys that one processor looks at in the same time. From timings of many cuts of many plans on an H200.
 OVERHEAD = 128  # to begin and end a tile
-FETCH = 1.5  # a key of a small tile, when all processors fetch at once
+FETCH = 64  # to begin and end a small tile, when others fetch meanwhile
 PART = 2  # a part of one head, to write and to merge
 MERGE = 128  # to merge at all
 PAYS = 40_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones
+FEW = 4  # small tiles for each processor, up to which another launch costs more than it gains
 
 
 class Size(NamedTuple):
@@ -33,12 +34,12 @@ class Size(NamedTuple):
     warps: int = 4
     registers: int | None = None
     many: bool = False  # a program takes one tile after the other
-    beside: float = 1.4  # programs that one processor runs at a time, at the speed of one
+    crowd: int = 2  # programs that run on one processor at a time
     leaves: bool = False  # room for a small one beside it
 
 
 # One program fills a processor, but for the registers and the memory that a program of small tiles needs beside it.
-LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, beside=1, leaves=True)
+LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, crowd=1, leaves=True)
 
 
 def unsupported(geometry: Geometry, page_size: int) -> str | None:
@@ -52,14 +53,18 @@ def unsupported(geometry: Geometry, page_size: int) -> str | None:
 
 
 def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int) -> tuple[Size, Size]:
-    """Large and small tiles that suit these reads."""
-    group = geometry.heads // geometry.kv_heads
-    small = max(LEAST_ROWS, triton.next_power_of_2(group))
+    """Large and small tiles that suit these reads. A plan with little to do takes one size, and one launch."""
+    group, heads = geometry.heads // geometry.kv_heads, geometry.kv_heads
+    small = Size(max(LEAST_ROWS, triton.next_power_of_2(group)), crowd=4)
     rows = np.diff(reads.query_starts) * group
-    work = int((rows * reads.tokens)[rows > small].sum()) * geometry.kv_heads
-    if dtype.itemsize == 2 and wide(geometry) <= 128 and work > PAYS * processors:
-        return LARGEST, Size(small)
-    return Size(max(small, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)), Size(small)
+    is_large = rows > small.rows
+    work = int((rows * reads.tokens)[is_large].sum()) * heads
+    narrow = dtype.itemsize == 2 and wide(geometry) <= 128
+    if narrow and work > PAYS * processors:
+        return LARGEST, small
+    large = Size(max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2))
+    few = int((~is_large).sum()) * heads <= FEW * processors
+    return (large._replace(stages=3),) * 2 if narrow and work and few else (large, small)
 
 
 def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:
@@ -102,12 +107,10 @@ class Tiles(NamedTuple):
         group = geometry.heads // geometry.kv_heads
         queries = np.diff(reads.query_starts)
         there = (queries > 0) & (reads.tokens > 0)
-        is_large = there & (queries * group > small.rows)
-        which = np.flatnonzero(there & ~is_large)
-        few = _tile(reads, which, small.rows // group, geometry, processors, processors, 0.0)
-        fetching = FETCH * int((few[:, 7] - few[:, 1]).sum()) * geometry.kv_heads / processors
-        slots, meanwhile = processors * large.beside, fetching if large.leaves else 0.0
-        many = _tile(reads, np.flatnonzero(is_large), max(1, large.rows // group), geometry, processors, slots, meanwhile)
+        is_large = there & (queries * group > small.rows) & (large != small)
+        few = _tile(reads, np.flatnonzero(there & ~is_large), small, geometry, processors, 0.0)
+        fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors
+        many = _tile(reads, np.flatnonzero(is_large), large, geometry, processors, fetching if large.leaves else 0.0)
         tiles = np.concatenate((many, few))
         widths = tiles[:, 5]
         tiles[:, 6] = np.cumsum(widths) - widths
@@ -129,11 +132,13 @@ class Tiles(NamedTuple):
         )  # fmt: skip
 
 
-def _tile(reads: Reads, which: NDArray[np.int64], pairs: int, geometry: Geometry, processors: int, slots: float, meanwhile: float) -> Ints:
+def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry, processors: int, meanwhile: float) -> Ints:
     """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next."""
     queries, tokens = np.diff(reads.query_starts)[which], reads.tokens[which]
+    pairs = size.rows // (geometry.heads // geometry.kv_heads)
     across = -(-queries // pairs)
-    keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, processors, slots, meanwhile)
+    slow = 1 + size.leaves * len(which) / max(1, int(across.sum()))  # what only one tile asks for comes no faster than what others fetch
+    keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size.crowd, processors, slow, meanwhile)
     count = across * -(-tokens // keys)
     owner = np.repeat(np.arange(len(which)), count)
     local = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
@@ -148,10 +153,10 @@ def _tile(reads: Reads, which: NDArray[np.int64], pairs: int, geometry: Geometry
 
 
 def _keys_of_a_tile(
-    across: NDArray[np.int64], parts: NDArray[np.int64], tokens: Ints, processors: int, slots: float, meanwhile: float
+    across: NDArray[np.int64], parts: NDArray[np.int64], tokens: Ints, crowd: int, processors: int, slow: float, meanwhile: float
 ) -> int:
-    """So many that the last processor is done soonest. Tiles are dealt out in rounds to all slots, each costs its keys and a little more;
-    there is no hurry while the others fetch `meanwhile`; and whatever is cut must be merged.
+    """So many that the last processor is done soonest. Tiles are dealt out in rounds, each costs its keys and a little more, and the last
+    one shares its processor with a crowd; there is no hurry while others fetch `meanwhile`; and whatever is cut must be merged.
 
     For each read: its tiles if it is not cut, and the parts it has then.
     """
@@ -161,8 +166,9 @@ def _keys_of_a_tile(
     across, parts = (np.bincount(which, weights=each, minlength=len(lengths)) for each in (across, parts))
     times = -(-lengths // cuts[:, None])  # that a read of each length is cut
     tiles, more = (times * across).sum(axis=1), ((times - 1) * parts).sum(axis=1)
-    rounds = np.ceil(tiles / slots) * ((lengths * across).sum() / np.maximum(tiles, 1) + OVERHEAD)
-    done = np.maximum(np.maximum(rounds, np.minimum(cuts, longest) + OVERHEAD), meanwhile)
+    rounds = np.ceil(tiles / processors) * ((lengths * across).sum() / np.maximum(tiles, 1) + OVERHEAD)
+    last = np.minimum(cuts, longest) * np.clip(tiles / processors, 1, crowd) + OVERHEAD
+    done = np.maximum(slow * np.maximum(rounds, last), meanwhile)
     return int(cuts[np.argmin(done + PART * more / processors + MERGE * (more > 0))])
 
 

@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -95,9 +95,13 @@ static inline quad totals(const vec x[4]) { return add_pairs(add_pairs(fold(x[0]
 
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
 
-static inline vec larger(vec a, vec b) {
+static inline vec larger(vec a, vec b) { /* b, where one of them is NaN */
+#ifdef __AVX512F__
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
     ints mask = a > b;
     return (vec)(((ints)a & mask) | ((ints)b & ~mask));
+#endif
 }
 
 static inline vec smaller(vec a, vec b) { return -larger(-a, -b); }
@@ -109,6 +113,14 @@ static inline float largest(vec x) {
         for (int lane = 0; lane < 4; lane++) part[0][lane] = part[i][lane] > part[0][lane] ? part[i][lane] : part[0][lane];
     float a = part[0][0] > part[0][1] ? part[0][0] : part[0][1], b = part[0][2] > part[0][3] ? part[0][2] : part[0][3];
     return a > b ? a : b;
+}
+
+static inline int any_above(vec x, float limit) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0; /* a third of the work of finding the largest */
+#else
+    return largest(x) > limit;
+#endif
 }
 
 #define LOG2_E 1.44269504f
@@ -283,7 +295,7 @@ typedef struct {
     const int32_t *slots, *query, *seen, *ahead;
     int H, K, D;
     float scale; /* times log2(e): inside the kernel weights are powers of 2 */
-    float *out, *peak, *sum; /* partial results: [parts, H, D], and the largest score, to base 2, and the sum of weights, [parts, H] */
+    float *out, *peak, *sum; /* partial results: [parts, H, D], and the score, to base 2, that weighs 1, and the sum of weights, [parts, H] */
 } Work;
 
 /* scores [rows, KEYS] of up to KEYS keys. */
@@ -345,32 +357,37 @@ static void gather(const float *weights, int rows, const float *const *values, i
             for (int j = 0; j < count; j++) acc[r * D + d] += weights[r * KEYS + j] * values[j][d];
 }
 
-/* One block of scores becomes weights; sums and what was gathered so far are scaled to the new peak. */
-static void weigh(float *scores, int visible, float *peak, float *sum, float *acc, int D) {
+#define SLACK 8.0f /* powers of 2 that a score may lie above the peak */
+
+/* One block of scores, times `scale`, becomes weights. The peak moves, and sums and what was gathered so far are scaled to it, only when a
+   score lies more than SLACK above it: after the first block hardly ever. `narrow`: weights are left as elements, at the row's beginning. */
+static inline void weigh(float *scores, int visible, float scale, float *peak, vec *sum, float *acc, int D, int narrow) {
     if (!visible) {
         memset(scores, 0, KEYS * sizeof(float));
         return;
     }
     for (int j = visible; j < KEYS; j++) scores[j] = -INFINITY;
-    vec most[4] = {all(*peak), all(*peak), all(*peak), all(*peak)}; /* four, so that none waits for the one before */
+    vec most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)}; /* four, so that none waits for the one before */
     for (int j = 0; j < KEYS; j += 4 * WIDTH)
         for (int i = 0; i < 4; i++) most[i] = larger(load_float(scores + j + i * WIDTH), most[i]);
-    vec highest = larger(larger(most[0], most[1]), larger(most[2], most[3]));
-    float top = largest(highest);
-    if (top > *peak) {
-        float shrink = *peak == -INFINITY ? 0.0f : exp2_one(*peak - top);
+    vec highest = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
+    if (any_above(highest, *peak + SLACK)) {
+        float top = largest(highest), shrink = *peak == -INFINITY ? 0.0f : exp2_one(*peak - top);
         *sum *= shrink;
         for (int d = 0; d < D; d++) acc[d] *= shrink;
         *peak = top;
     }
+    float from = *peak;
     vec added = {0};
     for (int j = 0; j < KEYS; j += WIDTH) {
-        vec weight = exp2_fast(load_float(scores + j) - top);
-        store_float(scores + j, weight);
+        vec weight = exp2_fast(load_float(scores + j) * scale - from);
+        if (narrow) store((el *)scores + j, weight); /* behind what was read */
+        else store_float(scores + j, weight);
         added += weight;
     }
-    for (int j = visible; j < KEYS; j++) scores[j] = 0; /* exactly: what lies there may be anything finite */
-    *sum += total(added);
+    size_t size = narrow ? sizeof(el) : sizeof(float);
+    if (visible < KEYS) memset((char *)scores + visible * size, 0, (KEYS - visible) * size); /* exactly: what lies there may be anything finite */
+    *sum += added;
 }
 
 /* Pointers to the rows of a block, as fp32. */
@@ -410,7 +427,8 @@ static inline void ask_for(const Work *w, int h, const int32_t *slots, int count
 static void attend_tile(const Work *w, const Tile *tile, int h) {
     int G = w->H / w->K, D = w->D, rows = tile->pairs * G;
     float q[ROWS * SIZE] __attribute__((aligned(64))), acc[ROWS * SIZE] __attribute__((aligned(64)));
-    float scores[ROWS * KEYS] __attribute__((aligned(64))), peak[ROWS], sum[ROWS];
+    float scores[ROWS * KEYS] __attribute__((aligned(64))), peak[ROWS];
+    vec sum[ROWS];
 #ifdef BF16
     float scratch[KEYS * SIZE];
 #else
@@ -438,7 +456,7 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
     }
     for (int r = 0; r < WHOLE(rows); r++) {
         peak[r] = -INFINITY;
-        sum[r] = 0;
+        sum[r] = all(0);
         memset(acc + r * D, 0, D * sizeof(float));
 #ifdef TILES
         if (tiles && r >= rows) memset(narrow + r * D, 0, D * sizeof(el));
@@ -452,7 +470,6 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
         if (tiles) {
             ask_for(w, h, slots + KEYS, to - from - KEYS);
             score_tiles(narrow, WHOLE(rows), w->k + h * D, slots, (int64_t)w->K * D, count, D, scores);
-            for (int i = 0; i < rows * KEYS; i += WIDTH) store_float(scores + i, load_float(scores + i) * w->scale);
         } else
 #endif
         {
@@ -462,16 +479,26 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
         for (int r = 0; r < rows; r++) {
             int pair = tile->pair + r / G, visible = w->seen[pair] - from;
             visible = visible < 0 ? 0 : visible > count ? count : visible;
-            float *row = scores + r * KEYS;
+            float *row = scores + r * KEYS, scale = 1.0f;
+#ifdef TILES
+            if (tiles) scale = w->scale; /* otherwise it is in q */
+#endif
             if (w->slopes) {
                 float slope = w->slopes[h * G + r % G] * LOG2_E;
-                for (int j = 0; j < visible; j++) row[j] += slope * (w->ahead[pair] + from + j);
+                for (int j = 0; j < visible; j++) row[j] = row[j] * scale + slope * (w->ahead[pair] + from + j);
+                scale = 1.0f;
             }
-            weigh(row, visible, peak + r, sum + r, acc + r * D, D);
+#ifdef TILES
+            if (tiles) {
+                weigh(row, visible, scale, peak + r, sum + r, acc + r * D, D, 1);
+                continue;
+            }
+#endif
+            weigh(row, visible, scale, peak + r, sum + r, acc + r * D, D, 0);
         }
 #ifdef TILES
         if (tiles) {
-            gather_tiles(scores, WHOLE(rows), w->v + h * D, slots, (int64_t)w->K * D, count, D, acc);
+            gather_tiles((const el *)scores, WHOLE(rows), w->v + h * D, slots, (int64_t)w->K * D, count, D, acc);
             continue;
         }
 #endif
@@ -481,7 +508,7 @@ static void attend_tile(const Work *w, const Tile *tile, int h) {
     for (int r = 0; r < rows; r++) {
         int64_t place = (int64_t)(tile->part + r / G) * w->H + h * G + r % G;
         w->peak[place] = peak[r];
-        w->sum[place] = sum[r];
+        w->sum[place] = total(sum[r]);
         memcpy(w->out + place * D, acc + r * D, D * sizeof(float));
     }
 }

@@ -150,6 +150,38 @@ static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, 
     return 1;
 }
 
+/* c [rows, columns] = a [rows, depth] b, or is added to: whole tiles, of b the pairs are transposed, and `across` is a row's length in memory.
+   Four tiles of c are made at a time: a product waits for the one before it in the same tile, and what is loaded is used twice. */
+static inline void multiply(const el *a, int a_across, const pair_of_el *b, int b_across, float *c, int c_across, int rows, int columns,
+                            int depth, int add) {
+    int64_t a_row = a_across * sizeof *a, b_row = b_across * sizeof *b, c_row = c_across * sizeof *c;
+    for (int r = 0; r < rows; r += 2 * SIDE)
+        for (int j = 0; j < columns; j += 2 * SIDE) {
+            int below = r + SIDE < rows, beside = j + SIDE < columns;
+            float *here = c + r * c_across + j, *under = here + SIDE * c_across;
+            ZERO(0); ZERO(1); ZERO(2); ZERO(3);
+            if (add) {
+                LOAD(0, here, c_row);
+                if (beside) LOAD(1, here + SIDE, c_row);
+                if (below) LOAD(2, under, c_row);
+                if (below && beside) LOAD(3, under + SIDE, c_row);
+            }
+            for (int k = 0; k < depth; k += DEPTH) {
+                const pair_of_el *of_b = b + k / 2 * b_across + j;
+                LOAD(4, a + r * a_across + k, a_row);
+                LOAD(6, of_b, b_row);
+                DOT(0, 4, 6);
+                if (beside) { LOAD(7, of_b + SIDE, b_row); DOT(1, 4, 7); }
+                if (below) { LOAD(5, a + (r + SIDE) * a_across + k, a_row); DOT(2, 5, 6); }
+                if (below && beside) DOT(3, 5, 7);
+            }
+            STORE(0, here, c_row);
+            if (beside) STORE(1, here + SIDE, c_row);
+            if (below) STORE(2, under, c_row);
+            if (below && beside) STORE(3, under + SIDE, c_row);
+        }
+}
+
 /* scores [rows, KEYS] of up to KEYS keys of the pool, `apart` elements from slot to slot; q [rows, D], rows padded to whole tiles. */
 static void score_tiles(const el *q, int rows, const el *k, const int32_t *slots, int64_t apart, int count, int D, float *scores) {
     pair_of_el keys[SIZE / 2 * KEYS] __attribute__((aligned(64))); /* [D / 2, KEYS] */
@@ -161,37 +193,16 @@ static void score_tiles(const el *q, int rows, const el *k, const int32_t *slots
             transpose_pairs(from, here, keys + d / 2 * KEYS + j, KEYS);
         }
     }
-    for (int j = 0; j < count; j += SIDE)
-        for (int r = 0; r < rows; r += SIDE) {
-            ZERO(0);
-            for (int d = 0; d < D; d += DEPTH) {
-                LOAD(1, q + r * D + d, D * sizeof(el));
-                LOAD(2, keys + d / 2 * KEYS + j, KEYS * sizeof(pair_of_el));
-                DOT(0, 1, 2);
-            }
-            STORE(0, scores + r * KEYS + j, KEYS * sizeof(float));
-        }
+    multiply(q, D, keys, KEYS, scores, KEYS, rows, (count + SIDE - 1) / SIDE * SIDE, D, 0);
 }
 
-/* acc [rows, D] += weights [rows, KEYS] x values of the pool. */
-static void gather_tiles(const float *weights, int rows, const el *v, const int32_t *slots, int64_t apart, int count, int D, float *acc) {
+/* acc [rows, D] += weights [rows, KEYS] x values of the pool; a row of weights is as long as one of scores, and only half full. */
+static void gather_tiles(const el *weights, int rows, const el *v, const int32_t *slots, int64_t apart, int count, int D, float *acc) {
     pair_of_el values[KEYS / 2 * SIZE] __attribute__((aligned(64))); /* [KEYS / 2, D] */
-    el narrow[ROWS * KEYS] __attribute__((aligned(64)));
     int pairs = (count + DEPTH - 1) / DEPTH * SIDE;
     for (int j = 0; j < pairs; j++) {
         const el *a = v + slots[2 * j < count ? 2 * j : 0] * apart, *b = v + slots[2 * j + 1 < count ? 2 * j + 1 : 0] * apart;
         for (int d = 0; d < D; d++) values[j * D + d] = a[d] | (uint32_t)b[d] << 16; /* past the last key weights are zero */
     }
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < 2 * pairs; j += WIDTH) store(narrow + r * KEYS + j, load_float(weights + r * KEYS + j));
-    for (int d = 0; d < D; d += SIDE)
-        for (int r = 0; r < rows; r += SIDE) {
-            LOAD(0, acc + r * D + d, D * sizeof(float));
-            for (int j = 0; j < pairs; j += SIDE) {
-                LOAD(1, narrow + r * KEYS + 2 * j, KEYS * sizeof(el));
-                LOAD(2, values + j * D + d, D * sizeof(pair_of_el));
-                DOT(0, 1, 2);
-            }
-            STORE(0, acc + r * D + d, D * sizeof(float));
-        }
+    multiply(weights, 2 * KEYS, values, D, acc, D, rows, D, 2 * pairs, 1);
 }

@@ -42,6 +42,10 @@ COUNTERS: dict[str, tuple[str, Callable[["Stats"], float]]] = {
     "pando_steps": ("Steps of the engine.", lambda s: s.steps),
     "pando_plans": ("Plans made: the steps between two plans share one.", lambda s: s.plans),
     "pando_preemptions": ("Rows that gave up their pages for others, and were computed again.", lambda s: s.preemptions),
+    "pando_shared_reads": ("Reads that served several rows at once.", lambda s: s.shared_reads),
+    "pando_shared_read_rows": ("Rows of each of those reads, added up.", lambda s: s.shared_rows),
+    "pando_kv_read_bytes": ("Bytes of K and V in the reads of all steps and layers.", lambda s: s.read_bytes),
+    "pando_kv_flat_bytes": ("The same bytes, had every row read by itself whatever it sees.", lambda s: s.flat_bytes),
 }
 
 
@@ -150,6 +154,10 @@ class Metrics:
             yield GaugeMetricFamily(name, text, value=value(stats))
         for name, (text, value) in COUNTERS.items():
             yield CounterMetricFamily(name, text, value=value(stats))
+        attention = GaugeMetricFamily("pando_attention_info", "How reads are shared, by mode; always 1.", labels=["mode"])
+        if stats.attention is not None:
+            attention.add_metric([stats.attention], 1)
+        yield attention
         if self.compat == "vllm":
             yield from self._as_vllm(stats)
 

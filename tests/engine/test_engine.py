@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pando.engine import engine as engines
-from pando.engine.engine import PUBLIC, Engine
+from pando.engine.engine import PUBLIC, Engine, StepFacts
 from pando.engine.request import Miss, Request, SamplingParams, Tenant, TokenEvent
 from pando.engine.scheduler import Schedule
 from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong, QuotaExceeded
@@ -346,6 +346,83 @@ def test_clearing_the_cache_spares_what_runs() -> None:
     assert engine.pages_in_use == -(-(len(TRUNK) + 1) // PAGE)
     said += tokens(drain(engine)["r", 0])
     assert said == expected
+
+
+# ---- reading once
+
+
+TOKEN = 2 * 2 * 2 * 8 * 4  # bytes of K and V of a token: 2 layers, 2 heads of 8, float32
+
+
+def stepped(engine: Engine, ends: list[list[int]], answer: int) -> list[StepFacts]:
+    """The facts of each step in which requests are answered that begin with the trunk, which is known."""
+    ask(engine, TRUNK)
+    before = engine.totals
+    for row, end in enumerate(ends):
+        engine.add(Request(f"r{row}", [*TRUNK, *end], greedy(answer)))
+    found = []
+    while engine.has_work:
+        engine.step()
+        found.append(engine.facts)
+    assert engine.totals == tuple(map(sum, zip(before, *found, strict=True)))
+    return found
+
+
+def test_three_rows_over_one_prefix_read_it_once() -> None:
+    engine = tiny_engine(page_size=8, attention="shared")
+    plans = engine.stats().plans
+    found = stepped(engine, [[row, 1, 2] for row in range(3)], 5)
+    saved = 40 * (3 - 1)
+    assert found == [
+        StepFacts(3, 9, 1, 3, (3 * 43 - saved) * TOKEN, 3 * 43 * TOKEN),  # a prompt's row counts once, with the three tokens it brings
+        *(StepFacts(3, 3, 1, 3, (3 * seen - saved) * TOKEN, 3 * seen * TOKEN) for seen in (44, 45, 46, 47)),
+    ]
+    assert engine.stats().plans - plans == 3, "the trunk, the prompts, and one for all that follows"
+    stats = engine.stats()
+    assert (stats.shared_reads, stats.shared_rows, stats.attention) == (5, 15, "shared")
+    alone = 40  # the trunk was computed before by one row
+    assert stats.flat_bytes == (alone + 3 * (43 + 44 + 45 + 46 + 47)) * TOKEN
+    assert stats.read_bytes == stats.flat_bytes - 5 * saved * TOKEN
+
+
+def test_reads_at_two_depths_are_both_counted() -> None:
+    engine = tiny_engine(page_size=8, attention="shared")
+    deeper = [*range(100, 108)]
+    run(engine, [Request("deeper", [*TRUNK, *deeper], greedy(1))])
+    found = stepped(engine, [[*deeper, 1], [*deeper, 2], [3]], 2)
+    flat = 49 + 49 + 41
+    assert found[0] == StepFacts(3, 3, 2, 3 + 2, (flat - 40 * 2 - 8) * TOKEN, flat * TOKEN)
+
+
+def test_in_mode_flat_nothing_is_shared_and_nothing_saved() -> None:
+    engine = tiny_engine(page_size=8, attention="flat")
+    found = stepped(engine, [[row, 1, 2] for row in range(3)], 5)
+    assert found == [StepFacts(3, 9 if seen == 43 else 3, 0, 0, 3 * seen * TOKEN, 3 * seen * TOKEN) for seen in (43, 44, 45, 46, 47)]
+    assert (engine.stats().shared_reads, engine.stats().attention) == (0, "flat")
+
+
+def test_a_step_without_rows_reads_nothing() -> None:
+    engine = tiny_engine(attention="shared")
+    stepped(engine, [[1], [2]], 3)
+    totals = engine.totals
+    engine.step()
+    assert engine.facts == StepFacts()
+    assert engine.totals == totals
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_reading_once_and_reading_by_each_row_give_the_same_tokens(native: bool) -> None:
+    model = tiny_model(native=native)
+    requests = [Request(f"r{row}", [*TRUNK, *range(row % 3), row], greedy(20 + row, n=1 + row % 2)) for row in range(6)]
+    said, facts = {}, {}
+    for attention in ("auto", "shared", "flat", "reference"):
+        engine = tiny_engine(model, attention=attention)
+        said[attention] = {name: tokens(events) for name, events in run(engine, requests).items()}
+        facts[attention] = engine.totals
+    assert said["auto"] == said["shared"] == said["flat"] == said["reference"]
+    assert len({tuple(answer) for answer in said["flat"].values()}) > 1, "the model says the same to everything"
+    assert facts["shared"].shared_reads >= facts["auto"].shared_reads > 0 == facts["flat"].shared_reads
+    assert facts["shared"].flat_bytes == facts["flat"].flat_bytes == facts["flat"].read_bytes > facts["shared"].read_bytes
 
 
 # ---- time

@@ -1,8 +1,10 @@
 """What /metrics says, read back with Prometheus' own parser."""
 
 import re
+import time
 from dataclasses import dataclass, replace
 
+import httpx
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pando.server.metrics import Metrics
 
 from ..tiny import tiny_engine
+from .live import live
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Stats:
     pages_pinned: int = 5
     running: int = 2
     waiting: int = 4
+    shared_reads: int = 11
+    shared_rows: int = 33
+    read_bytes: int = 5_000
+    flat_bytes: int = 2**40
+    attention: str | None = "shared"
 
 
 def made(compat="none", stats=None):
@@ -116,6 +124,36 @@ def test_the_engine_is_asked_at_each_scrape():
     pages = {name: first[f"pando_pages{name}",] for name in ("", "_in_use", "_cached", "_evictable", "_pinned")}
     assert pages == {"": 100, "_in_use": 60, "_cached": 50, "_evictable": 40, "_pinned": 5}
     assert (first["pando_plans_total",], first["pando_preemptions_total",], first["pando_requests_waiting",]) == (3, 1, 4)
+
+
+def test_what_reading_once_saves_is_counted():
+    samples = read(made())
+    assert (samples["pando_shared_reads_total",], samples["pando_shared_read_rows_total",]) == (11, 33)
+    assert (samples["pando_kv_read_bytes_total",], samples["pando_kv_flat_bytes_total",]) == (5_000, 2**40)
+    assert samples["pando_attention_info", "shared"] == 1
+
+
+def test_no_mode_of_attention_is_told_before_there_is_an_engine():
+    samples = read(made(stats=lambda: Stats(attention=None)))
+    assert not [name for name, *_ in samples if name == "pando_attention_info"]
+
+
+def test_a_running_server_shows_what_was_read_once():
+    with live(engine={"attention": "shared"}) as server:
+        before = server.metric("pando_kv_flat_bytes_total")  # of the start, in which a row runs alone
+        assert server.metric("pando_kv_read_bytes_total") == before
+        body = {"prompt": "a beginning that three answers share", "max_tokens": 8, "n": 3, "temperature": 0}
+        httpx.post(server.url + "/v1/completions", json=body).raise_for_status()
+        server.settle()
+        engine, end = server.service.loop._engine.totals, time.monotonic() + 10
+        while server.metric("pando_kv_flat_bytes_total") < engine.flat_bytes and time.monotonic() < end:
+            time.sleep(0.01)  # the numbers of a busy engine may be a moment old
+        assert server.metric('pando_attention_info{mode="shared"}') == 1
+        assert server.metric("pando_shared_reads_total") == engine.shared_reads > 0
+        assert 2 <= server.metric("pando_shared_read_rows_total") / server.metric("pando_shared_reads_total") <= 3
+        read_bytes, flat_bytes = server.metric("pando_kv_read_bytes_total"), server.metric("pando_kv_flat_bytes_total")
+        assert (read_bytes, flat_bytes) == (engine.read_bytes, engine.flat_bytes)
+        assert before < read_bytes < flat_bytes
 
 
 def test_routers_find_the_names_of_vllm_when_asked_for():
