@@ -94,7 +94,8 @@ class Batcher:
     def step(self, schedule: Schedule) -> Step:
         rows, counts = schedule.rows, np.array(schedule.counts)
         computed = np.array([row.computed for row in rows])
-        positions = ranges(computed, counts)
+        places = ranges(computed, counts)  # among the row's own tokens
+        positions = places + np.repeat([row.at for row in rows], counts)
         news = zip(rows, computed.tolist(), (computed + counts).tolist(), strict=True)
         tokens = np.array([token for row, start, stop in news for token in row.tokens[start:stop]])
         at = torch.from_numpy(positions)
@@ -102,18 +103,18 @@ class Batcher:
         return Step(
             tokens=torch.from_numpy(tokens).to(self.device),
             positions=at.to(self.device),
-            slots=torch.from_numpy(self._slots(rows, computed, counts, positions)).to(self.device),
+            slots=torch.from_numpy(self._slots(rows, computed, counts, places)).to(self.device),
             wanted=torch.tensor(_wanted(rows, schedule.counts), dtype=torch.int64, device=self.device),
             attend=attend,
         )
 
-    def _slots(self, rows: Sequence[Row], computed: Numbers, counts: Numbers, positions: Numbers) -> Numbers:
+    def _slots(self, rows: Sequence[Row], computed: Numbers, counts: Numbers, places: Numbers) -> Numbers:
         size = self.page_size
         begin, end = computed // size, (computed + counts - 1) // size + 1  # the pages that each row writes to
         spans = zip(rows, begin.tolist(), end.tolist(), strict=True)
         pages = np.array([page for row, first, last in spans for page in row.pages[first:last]])
         behind = np.cumsum(end - begin) - end  # where among them a row's page 0 would be
-        return pages[np.repeat(behind, counts) + positions // size] * size + positions % size
+        return pages[np.repeat(behind, counts) + places // size] * size + places % size
 
     def _plan(self, schedule: Schedule, at: Tensor) -> Attend:
         self.plans_made += 1
@@ -150,6 +151,6 @@ def _wanted(rows: Sequence[Row], counts: Sequence[int]) -> list[int]:
         end += count
         if row.scored is not None:
             wanted += range(end - count, end)
-        elif row.computed + count == len(row.tokens):
+        elif row.makes is None and row.computed + count == len(row.tokens):
             wanted.append(end - 1)
     return wanted

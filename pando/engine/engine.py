@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
 from ..kv.plan import ALWAYS, DEFAULT, NEVER, CostModel, Plan
 from ..kv.pool import PagePool
+from ..kv.run import Run, context_key
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..kv.tree import PrefixTree, Stem
 from ..model.load import Model, free_memory
@@ -24,6 +26,7 @@ from ..model.shelf import Shelf
 from .answer import Answer
 from .batch import Batcher, lowering_of
 from .costs import cost_of, device_name
+from .imports import in_place, wants
 from .pins import Pin, Pins
 from .request import Request, Tenant, TokenEvent
 from .sampler import Chosen, Sampler, check
@@ -119,24 +122,64 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
-        params, prompt = request.params, list(request.prompt)
-        self._check_prompt(prompt)
+        params = request.params
+        before, own, at = self._apart(request)
+        imported = [token for run in before for token in run.tokens]
+        prompt = [*imported, *own]
+        self._check_prompt(prompt, at + len(own))
         check(params, self.model.config.vocab_size)
-        last = self._last(prompt, params.max_tokens)
+        last = self._last(own, params.max_tokens, at, sum(self.pages.needed(len(run)) for run in before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        tenant = root_key(self.model.digest, request.tenant.salt)
         lineage = self._lineage(request.tenant, request.public)
-        trace = self._trace(prompt, request.tenant.owner)
-        eos = self._eos
+        if before:
+            lineage = Lineage.of(context_key(tenant, in_place(before), at))
+            self.owners[lineage.owner] = request.tenant.owner
+        trace = [] if before else self._trace(prompt, request.tenant.owner)
+        asked, eos = wants(tenant, before, self.pages.page_size), self._eos
+        blocked = (*eos, *(params.stop_token_ids or ()))
         rows = [
-            Row(request.request_id, index, prompt, params, seed + index, lineage, last, blocked=(*eos, *(params.stop_token_ids or ())))
+            Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=len(imported))
             for index in range(params.n)
         ]
         for row in rows:
             row.scored = [] if request.score else None
             row.constraint = request.constraint() if request.constraint is not None else None
-            row.trace = trace
+            row.trace, row.at, row.wants = trace, at, asked
             self.answers[row] = Answer(row, self.model.tokenizer, eos)
         self.scheduler.add(rows)
+
+    def _apart(self, request: Request) -> tuple[list[Run], list[int], int]:
+        """What stands before the tokens that are computed with a request, those, and their position."""
+        runs, prompt = [run for run in request.runs if len(run)], list(request.prompt)
+        if runs:
+            self._check_runs(request, runs)
+        if runs and not prompt:  # an answer needs a token that is computed: the last one is
+            *runs, end = runs
+            prompt = [end.tokens[-1]]
+            runs += [Run(end.tokens[:-1], end.position, end.origin)] if len(end) > 1 else []
+            at = end.end - 1
+        else:
+            at = request.position if request.position is not None else runs[-1].end if runs else 0
+        if len(runs) == 1 and runs[0].is_plain and at == runs[0].end:  # as if it had been asked for as tokens
+            return [], [*runs[0].tokens, *prompt], 0
+        return runs, prompt, at
+
+    def _check_runs(self, request: Request, runs: Sequence[Run]) -> None:
+        if not self.scheduler.reuse:
+            raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
+        if request.score:
+            raise InvalidPrompt("the logprobs of a prompt made of modules are not its own; ask for them with the text as a plain prompt")
+        geometry = self.model.decoder.geometry
+        if geometry.freqs is None and geometry.slopes is None and any(run.shift for run in runs):
+            run = next(run for run in runs if run.shift)
+            raise InvalidPrompt(
+                f"a module encoded at position {run.position - run.shift} was asked for at {run.position}, but this model's positions are "
+                'learned and cannot move; use layout="fixed"'
+            )
+        for one, other in pairwise(runs):
+            if other.position < one.end:
+                raise InvalidPrompt(f"a run at position {other.position} begins inside the one before it, which ends at {one.end}")
 
     def _lineage(self, tenant: Tenant, public: int) -> Lineage:
         own = root_key(self.model.digest, tenant.salt)
@@ -205,7 +248,7 @@ class Engine:
         """The rows that have caught up get their next token."""
         ready, places, place = [], [], 0
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
-            caught_up = row.computed + count == len(row.tokens)
+            caught_up = row.makes is None and row.computed + count == len(row.tokens)
             if row.scored is not None:
                 _score(row, count, logits[place : place + count])
                 place += count
@@ -238,7 +281,7 @@ class Engine:
             return StepFacts()
         if schedule.changed:
             self._shared = _Shared.by(self.batcher.plan)
-            flat = sum(row.computed for row in schedule.rows) + sum(schedule.counts)
+            flat = sum(row.computed + row.imported for row in schedule.rows) + sum(schedule.counts)
         else:
             flat = self.facts.flat_bytes // size + rows
         reads, readers, spared = self._shared
@@ -301,10 +344,10 @@ class Engine:
         stems = list(self.tree.stems())
         readers: dict[Stem, int] = {}
         for row in self.scheduler.running:
-            stem = row.stem
-            while stem is not None:
-                readers[stem] = readers.get(stem, 0) + 1
-                stem = stem.parent
+            for stem in (row.stem, *(found.pinned for found in row.imports)):
+                while stem is not None:
+                    readers[stem] = readers.get(stem, 0) + 1
+                    stem = stem.parent
         return [(stem, readers.get(stem, 0)) for stem in stems if self.owners.get(stem.owner) in (owner, PUBLIC.owner)]
 
     def _forget_owners(self) -> None:
@@ -315,29 +358,31 @@ class Engine:
 
     # ---- checks
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def _check_prompt(self, prompt: Sequence[int], length: int) -> None:
         if not prompt:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         vocab = self.model.config.vocab_size
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab:
             wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab)
             raise InvalidPrompt(f"{wrong!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
-        if len(prompt) >= self.max_len:
+        if length >= self.max_len:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.max_len}, one of them for the answer; "
-                f"shorten the prompt by {len(prompt) - self.max_len + 1} tokens"
+                f"the prompt has {length} tokens and the context holds {self.max_len}, one of them for the answer; "
+                f"shorten the prompt by {length - self.max_len + 1} tokens"
             )
 
-    def _last(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """How long prompt and answer may become together."""
-        slots = self.pages.count * self.pages.page_size
-        last = self.max_len if max_tokens is None else min(self.max_len, len(prompt) + max_tokens)
+    def _last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int) -> int:
+        """How long prompt and answer may become together, from a position on and beside so many pages of what stands before."""
+        slots = (self.pages.count - taken) * self.pages.page_size
+        room = self.max_len - at
+        last = room if max_tokens is None else min(room, len(prompt) + max_tokens)
         if max_tokens is None and len(prompt) < slots:
             return min(last, slots)
         if last > slots:
+            needed = last + taken * self.pages.page_size
             raise PoolTooSmall(
-                f"the request may need {last} tokens of KV cache and the pool has {slots}; "
-                f"raise kv_cache_tokens to at least {last}, or lower max_tokens"
+                f"the request may need {needed} tokens of KV cache and the pool has {self.pages.count * self.pages.page_size}; "
+                f"raise kv_cache_tokens to at least {needed}, or lower max_tokens"
             )
         return last
 

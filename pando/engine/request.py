@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import InvalidSampling
+from ..kv.run import Run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,6 +137,8 @@ class Request:
     public: int = 0  # the first so many tokens of the prompt are no secret: every tenant shares them
     score: bool = False  # wanted: the logprob of each prompt token after the first, which rules out reuse
     constraint: Callable[[], Constraint] | None = None  # makes one for each answer
+    runs: Sequence[Run] = ()  # what stands before the prompt's tokens, in order
+    position: int | None = None  # of the prompt's first token; behind the last run, if nothing is said
 
 
 MissReason = Literal["cold", "diverged", "evicted", "other_tenant", "too_short", "off"]
@@ -160,6 +163,7 @@ class Reuse:
 
     device: int = 0
     miss: Miss | None = None
+    modules: int = 0  # of the prompt's tokens, so many had been encoded in another context: the answer is an approximation
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..kv.pages import Pages
 from ..kv.plan import RowView
 from ..kv.segment import Key, Lineage, Placement, extend_keys, shared_length
 from ..kv.tree import Match, PrefixTree, Stem
+from .imports import Import, Want, find, wants
 from .request import Constraint, Miss, SamplingParams
 
 TRACED = 2**16  # pages of which it is remembered which of an owner's tenants had them first
@@ -34,11 +35,12 @@ class Row:
     seed: int
     lineage: Lineage
     last: int  # the most tokens it may come to
+    tenant: Key = b""  # the root of what its tenant has
     blocked: Sequence[int] = ()  # tokens it may not choose before min_tokens
     constraint: Constraint | None = None  # what it may become
     trace: Sequence[Key] = ()  # keys of the prompt's pages, and of what is left, as every tenant of its owner would have them
     output: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # prompt and output
+    tokens: list[int] = field(default_factory=list)  # prompt, but for what is imported, and output
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as they were needed
     arrival: int = 0
     stem: Stem | None = None  # the deepest on its path; pinned
@@ -50,11 +52,17 @@ class Row:
     arrived: float = 0.0
     waited: float = 0.0  # seconds until then
     scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
+    at: int = 0  # the position of its first token
+    imported: int = 0  # tokens of the prompt that stand before them
+    wants: Sequence[Want] = ()  # where those are
+    imports: tuple[Import, ...] = ()  # the same, found; pinned
+    found: int | None = None  # tokens of it that were there when it was first looked for
+    makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
     _view: RowView | None = field(default=None, init=False, repr=False)
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = list(self.prompt[self.imported :])
 
     @property
     def behind(self) -> int:
@@ -63,11 +71,20 @@ class Row:
     def view(self, page_size: int) -> RowView:
         """As the plan sees it: the same object until what it reads is another."""
         path = self.stem.path() if self.stem else ()
-        now = (path, self.pages, len(self.pages), self.settled)
+        before = tuple(found.path() for found in self.imports)
+        now = (path, before, self.pages, len(self.pages), self.settled)
         if self._view is None or self._viewed != now:
+            moves = [found.want.run.shift for found in self.imports]
+            placements = [Placement(segment, shift) for segments, shift in zip(before, moves, strict=True) for segment in segments]
             tail = tuple(self.pages[self.settled // page_size :])
-            self._viewed, self._view = now, RowView([Placement(segment) for segment in path], tail, self.settled)
+            self._viewed = now
+            self._view = RowView([*placements, *map(Placement, path)], tail, self.at + self.settled)
         return self._view
+
+    @property
+    def foreign(self) -> int:
+        """Tokens that were encoded behind something else than what stands before them here."""
+        return sum(len(want.run) for want in self.wants if not want.exact)
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ class Scheduler:
         self._changed = True
         self._shape: list[tuple[int, int]] = []
         self._traced: dict[Key, Key] = {}
+        self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
 
     # ---- requests come and go
 
@@ -123,17 +141,20 @@ class Scheduler:
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
+        if row.makes is not None:
+            self._making.pop(row.makes.name, None)
         if row in self.running:
             self.running.remove(row)
             self._release(row)
         elif row in self.waiting:
             self.waiting.remove(row)
+            self._let_go(row)
 
     def forget_states(self) -> None:
         """After a step that did not finish: every row begins again from its tokens, and nothing that was cached is trusted."""
         self.waiting.extendleft(reversed(self.running))
-        for row in self.running:
-            row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
+        for row in self.waiting:
+            row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
         self.running = []
         self.pages.reset()
         self.tree.reset()
@@ -167,20 +188,72 @@ class Scheduler:
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
                 self._hand_over(row)
+        for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
+            self.remove(row)
 
     def _admit(self, budget: int, counts: dict[Row, int], copies: list[Copy]) -> None:
         skipped: list[Row] = []
         while budget and self.waiting and len(self.running) < self.max_rows and len(skipped) < self.max_rows:
             row = self.waiting.popleft()
-            if self._is_held(row):
+            makers = self._gather(row)
+            if makers is not None or self._is_held(row):
+                self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
                 continue
-            if not self._place(row, copies):
+            if not self._place(row, copies) and not (self._give_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
                 break
             counts[row] = min(row.behind, budget)
             budget -= counts[row]
         self.waiting.extendleft(reversed(skipped))
+
+    def _gather(self, row: Row) -> list[Row] | None:
+        """Finds what stands before a row's tokens. Where something is missing, answers the rows that will make it: those that nobody has
+        asked for yet."""
+        if len(row.imports) == len(row.wants):
+            return None
+        found = [find(self.tree, want, self._now) for want in row.wants]
+        for old in row.imports:
+            self.tree.unpin(old.pinned)
+        row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
+        missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
+        if row.found is None:
+            row.found = sum(len(each.want.run) for each in row.imports)
+            row.miss = self._missing(row, missing[0]) if missing else None
+        return [self._maker(row, want) for want in missing if want.name not in self._making] if missing else None
+
+    def _missing(self, row: Row, lost: Want) -> Miss:
+        before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
+        return Miss("evicted" if lost.keys and self.tree.was_evicted(lost.keys[0]) else "cold", before)
+
+    def _maker(self, row: Row, want: Want) -> Row:
+        origin = want.run.origin
+        assert origin is not None
+        context = wants(row.tenant, origin.context, self.pages.page_size, makes=True)
+        maker = Row(row.request_id, -1, want.run.tokens, SamplingParams(), 0, want.lineage, len(want.run), tenant=row.tenant)
+        maker.at, maker.wants, maker.makes, maker.found = origin.first, context, want, 0
+        maker.arrival, maker.arrived = row.arrival, row.arrived
+        self._making[want.name] = maker
+        return maker
+
+    def _give_way(self, row: Row, skipped: Sequence[Row]) -> bool:
+        """Where nothing runs and there is no room, only the first that waits keeps what it has found: the others begin again later."""
+        if self.running:
+            return False
+        others = [other for other in (*skipped, *self.waiting) if other is not row]
+        asking = [other for other in (row, *others) if other.makes is None]
+        first = min(asking, key=lambda other: other.arrival, default=row)
+        holding = [other for other in others if other.imports and other is not first]
+        for other in holding:
+            self._let_go(other)
+        return bool(holding)
+
+    def _let_go(self, row: Row) -> None:
+        for found in row.imports:
+            self.tree.unpin(found.pinned)
+            if found.want.passing:
+                self.pages.give(self.tree.drop(found.pinned))
+        row.imports = ()
 
     def _is_held(self, row: Row) -> bool:
         """Is a running row computing the beginning of this one? Then it is worth waiting for: the same states are not computed twice."""
@@ -204,23 +277,24 @@ class Scheduler:
         """Finds what is known of a row, and room for the rest of its tokens; says whether it runs now."""
         limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
         self._extend_keys(row)
-        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, self._now)
+        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, self._now, first=row.at)
         self.tree.pin(match.stem)
-        missing = self.pages.needed(len(row.tokens) + 1) - match.stem.end // self.pages.page_size
+        shared = match.stem.end - row.at
+        missing = self.pages.needed(len(row.tokens) + 1) - shared // self.pages.page_size
         if not self._free(missing, spare=len(self.running)):  # a page for each running row, or it would soon be preempted again
             self.tree.unpin(match.stem)
             return False
         row.stem = match.stem
         row.pages = [page for segment in match.stem.path() for page in segment.pages]
-        row.settled = row.computed = match.stem.end
+        row.settled = row.computed = shared
         self._grow(row, len(row.tokens) + 1)
         tokens, source = max((match.tokens, match.page or 0), self._ahead(row, limit))
         if tokens:
             copies.append(Copy(source, row.pages[row.settled // self.pages.page_size], tokens))
             row.computed += tokens
         if row.cached is None:
-            row.cached = row.computed
-            row.miss = self._miss(row, match, limit)
+            row.cached = row.computed + (row.found or 0)
+            row.miss = row.miss or self._miss(row, match, limit)
             row.waited = self._now - row.arrived
             self._remember(row)
         self.running.append(row)
@@ -239,7 +313,7 @@ class Scheduler:
 
     def _miss(self, row: Row, match: Match, limit: int) -> Miss | None:
         """Why the rest of a prompt must be computed; None where it is new, and all that is known of it was found."""
-        found, page = row.computed, match.stem.end // self.pages.page_size
+        found, page = row.computed, (match.stem.end - row.at) // self.pages.page_size
         if not limit:
             return Miss("too_short" if self.reuse and row.scored is None else "off", 0)
         if found >= limit:
@@ -249,8 +323,8 @@ class Scheduler:
         if page < len(row.trace) and self._traced.get(row.trace[page], row.lineage.owner) != row.lineage.owner:
             return Miss("other_tenant", found)
         if found == 0:
-            return Miss("cold", 0)
-        return Miss("diverged", found) if match.diverges and found == match.length else None
+            return None if row.wants else Miss("cold", 0)
+        return Miss("diverged", found) if match.diverges and found == match.length - row.at else None
 
     def _remember(self, row: Row) -> None:
         for key in row.trace:
@@ -314,6 +388,7 @@ class Scheduler:
             self.pages.give(self.tree.insert_end(row.stem, tail, own.pop(0), row.lineage.owner, self._now))
         self.pages.give(own)
         self.tree.unpin(row.stem)
+        self._let_go(row)
         row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
         self._changed = True
 

@@ -360,7 +360,7 @@ static void gather(const float *weights, int rows, const float *const *values, i
 #define SLACK 8.0f /* powers of 2 that a score may lie above the peak */
 
 /* One block of scores, times `scale`, becomes weights. The peak moves, and sums and what was gathered so far are scaled to it, only when a
-   score lies more than SLACK above it: after the first block hardly ever. `narrow`: weights are left as elements, at the row's beginning. */
+   score lies more than SLACK above it: after the first block hardly ever. `narrow`: weights are left as elements, from the row's start. */
 static inline void weigh(float *scores, int visible, float scale, float *peak, vec *sum, float *acc, int D, int narrow) {
     if (!visible) {
         memset(scores, 0, KEYS * sizeof(float));
@@ -385,8 +385,8 @@ static inline void weigh(float *scores, int visible, float scale, float *peak, v
         else store_float(scores + j, weight);
         added += weight;
     }
-    size_t size = narrow ? sizeof(el) : sizeof(float);
-    if (visible < KEYS) memset((char *)scores + visible * size, 0, (KEYS - visible) * size); /* exactly: what lies there may be anything finite */
+    size_t size = narrow ? sizeof(el) : sizeof(float); /* weights past the last key are exactly 0: what lies there may be anything finite */
+    if (visible < KEYS) memset((char *)scores + visible * size, 0, (KEYS - visible) * size);
     *sum += added;
 }
 

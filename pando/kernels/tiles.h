@@ -150,7 +150,7 @@ static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, 
     return 1;
 }
 
-/* c [rows, columns] = a [rows, depth] b, or is added to: whole tiles, of b the pairs are transposed, and `across` is a row's length in memory.
+/* c [rows, columns] = a [rows, depth] b, or is added to: whole tiles, of b the pairs are transposed; `across` is a row's length in memory.
    Four tiles of c are made at a time: a product waits for the one before it in the same tile, and what is loaded is used twice. */
 static inline void multiply(const el *a, int a_across, const pair_of_el *b, int b_across, float *c, int c_across, int rows, int columns,
                             int depth, int add) {

@@ -77,6 +77,18 @@ class Segment:
         """What a row reads that places this segment a second time: the same, under a name of its own, for no read has a row twice."""
         return replace(self)
 
+    @cached_property
+    def _heads(self) -> dict[int, "Segment"]:
+        return {}
+
+    def head(self, tokens: int) -> "Segment":
+        """Its first so many tokens: the same object for everyone who asks, so that they share its read."""
+        if tokens == len(self):
+            return self
+        if tokens not in self._heads:
+            self._heads[tokens] = replace(self, tokens=self.tokens[:tokens])
+        return self._heads[tokens]
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -31,7 +31,7 @@ class Stem:
 
     @property
     def end(self) -> int:
-        """The number of tokens from the root to here."""
+        """The position behind its last token."""
         return self.segment.first + len(self.segment)
 
     def path(self) -> tuple[Segment, ...]:
@@ -89,9 +89,10 @@ class PrefixTree:
         self._evicted: dict[Key, None] = {}  # in the order of their going
         self.pages = 0  # held by the tree
 
-    def root(self, key: Key) -> Stem:
+    def root(self, key: Key, first: int = 0) -> Stem:
+        """Where a context ends: what continues it begins at position `first`, which is always the same for the same key."""
         if key not in self._roots:
-            self._roots[key] = Stem(Segment((key,), (), (), 0), None, key, 0)
+            self._roots[key] = Stem(Segment((key,), (), (), first), None, key, 0)
         return self._roots[key]
 
     def stems(self) -> Iterator[Stem]:
@@ -105,9 +106,9 @@ class PrefixTree:
     def was_evicted(self, key: Key) -> bool:
         return key in self._evicted
 
-    def match(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: float) -> Match:
+    def match(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: float, *, first: int = 0) -> Match:
         """The longest known prefix of at most `limit` tokens. A stem that the match ends inside of is cut in two."""
-        stem, page = self.root(lineage.root), 0
+        stem, page = self.root(lineage.root, first), 0
         whole = min(len(keys), limit // self.page_size)
         while page < whole and (child := stem.children.get(keys[page])) is not None:
             equal = shared_length(child.segment.keys, keys[page:whole])
@@ -167,6 +168,18 @@ class PrefixTree:
         assert stem.pins > 0
         stem.pins -= 1
         self._drop_if_bare(stem)
+
+    def drop(self, stem: Stem) -> list[int]:
+        """Forgets a stem that nobody reads and nothing continues, and what leads to it alone; answers the pages."""
+        freed: list[int] = []
+        while _is_loose_leaf(stem):
+            assert stem.parent is not None
+            freed += stem.segment.pages
+            del stem.parent.children[stem.segment.keys[0]]
+            self._drop_if_bare(stem.parent)
+            stem = stem.parent
+        self.pages -= len(freed)
+        return freed
 
     def _drop_if_bare(self, root: Stem) -> None:
         """There may be any number of tenants: one that nothing is known of needs no root."""
