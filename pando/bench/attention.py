@@ -16,9 +16,8 @@ import torch
 
 from .. import __version__
 from ..config import EngineConfig, Parser
-from ..engine.costs import Subject, device_name, keep_cost
+from ..engine.costs import Subject, default_cost, device_name, keep_cost
 from ..errors import InvalidOption
-from ..kv.plan import CostModel
 from ..model.load import choose_device
 from ..model.shelf import Shelf
 from . import attention_calibrate as calibration
@@ -94,9 +93,10 @@ def _calibrate(bench: Bench, heads: Heads) -> int:
         found = calibration.samples(heads, bench.page_size, bench.compare)
     except Unfit as error:
         raise InvalidOption(f"there is nothing to choose here: {error}") from error
-    cost = calibration.fit(found, group)
+    default = default_cost(bench.device)
+    cost = calibration.fit(found, group, default)
     print(calibration.table(found, group, cost))
-    for name, model in (("default", CostModel()), ("calibrated", cost)):
+    for name, model in (("default", default), ("calibrated", cost)):
         loss = calibration.lost(found, group, model)
         print(
             f"{name:<10}  launch {model.launch:8.1f} tokens, merge {model.merge:6.2f} tokens per row and head of a group; loses {loss:.2%}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engine.batch import Lower, lowering_for
-from ..engine.costs import cost_of, device_name
+from ..engine.costs import cost_of, default_cost, device_name
 from ..kernels import native
 from ..kernels.cpu import Lowering
 from ..kernels.native import Library
@@ -44,7 +44,7 @@ class Bench:
 
     def cost(self, case: Case) -> CostModel:
         """What an engine would choose by."""
-        return cost_of(device_name(self.device), case.dtype, case.hq, case.hkv, case.d, self.costs) or CostModel()
+        return cost_of(device_name(self.device), case.dtype, case.hq, case.hkv, case.d, self.costs) or default_cost(self.device)
 
     def measure(self, case: Case, peer_us: float | None = None) -> Measured | Skipped:
         needed, free = pool_bytes(case, self.page_size), free_memory(self.device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kv.plan import CostModel
+from ..kv.plan import DEFAULT, CostModel
 from .attention_cases import Case
 from .attention_report import number
 from .attention_suites import Heads, single
@@ -61,7 +61,7 @@ def lost(found: Sequence[Sample], group: int, cost: CostModel) -> float:
     return sum(time / sample.best_us - 1 for time, sample in zip(spent, found, strict=True)) / len(found)
 
 
-def fit(found: Sequence[Sample], group: int) -> CostModel:
+def fit(found: Sequence[Sample], group: int, default: CostModel = DEFAULT) -> CostModel:
     """The model that loses the least: the default if it does nearly, otherwise one from the middle of those that do."""
     rows, tokens, shared, flat = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
     best = np.minimum(shared, flat)
@@ -69,8 +69,8 @@ def fit(found: Sequence[Sample], group: int) -> CostModel:
     options = [(*_launch(tokens * (rows - 1) - merge * group * rows, if_shared, if_flat), merge) for merge in MERGES]
     least = min(loss for loss, _, _ in options)
     good = [(launch, merge) for loss, launch, merge in options if loss <= least + 1e-9]
-    if lost(found, group, CostModel()) <= least / len(found) + NOISE:
-        return CostModel()
+    if lost(found, group, default) <= least / len(found) + NOISE:
+        return default
     launch, merge = good[len(good) // 2]
     return CostModel(launch, merge)
 

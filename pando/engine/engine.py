@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config import Attention, EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
-from ..kv.plan import ALWAYS, DEFAULT, NEVER, CostModel, Plan
+from ..kv.plan import ALWAYS, NEVER, CostModel, Plan
 from ..kv.pool import PagePool
 from ..kv.run import Run, context_key
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
@@ -25,7 +25,7 @@ from ..model.load import Model, free_memory
 from ..model.shelf import Shelf
 from .answer import Answer
 from .batch import Batcher, lowering_of
-from .costs import cost_of, device_name
+from .costs import cost_of, default_cost, device_name
 from .imports import in_place, wants
 from .pins import Pin, Pins
 from .request import Request, Tenant, TokenEvent
@@ -418,7 +418,7 @@ def _cost(model: Model, attention: Attention) -> CostModel:
     heads, kv_heads, size = model.decoder.geometry[:3]
     dtype = str(model.dtype).removeprefix("torch.")
     found = cost_of(device_name(model.device), dtype, heads, kv_heads, size, Shelf.of_user().home / "costs")
-    cost = found or DEFAULT
+    cost = found or default_cost(model.device)
     source = "the defaults" if found is None else "measured on this device"
     log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
     return cost
