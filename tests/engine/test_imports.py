@@ -1,0 +1,245 @@
+"""Rows whose context is a list of runs: modules, arguments between them, and the words at the end."""
+
+import random
+
+import pytest
+import torch
+
+from pando.engine.engine import Engine
+from pando.engine.request import Request, Tenant, TokenEvent
+from pando.errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
+from pando.kv.run import Origin, Run
+
+from ..tiny import drain, greedy, run, tiny_engine, tiny_model
+
+PAGE = 4
+
+
+def words(seed: int, count: int) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(256) for _ in range(count))
+
+
+OPENING = Run(words(1, 10), 0, Origin((), 0))
+
+
+def module(seed: int, count: int, position: int, first: int | None = None, context: tuple[Run, ...] = (OPENING,)) -> Run:
+    """Encoded behind a context, and placed anywhere."""
+    return Run(words(seed, count), position, Origin(context, context[-1].end if first is None and context else first or 0))
+
+
+def ask(name: str, runs: list[Run], prompt: tuple[int, ...] = words(9, 6), tokens: int = 8, **more: object) -> Request:
+    return Request(name, prompt, greedy(tokens), runs=runs, **more)  # type: ignore[arg-type]
+
+
+def answer(engine: Engine, request: Request) -> list[int]:
+    return tokens_of(run(engine, [request]))[request.request_id, 0]
+
+
+def tokens_of(events: dict[tuple[str, int], list[TokenEvent]]) -> dict[tuple[str, int], list[int]]:
+    return {name: [event.token for event in found] for name, found in events.items()}
+
+
+@pytest.fixture(params=["rope", "alibi"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return tiny_engine(tiny_model(positions=request.param))
+
+
+def test_a_causal_chain_of_modules_answers_as_the_plain_prompt_does(engine: Engine) -> None:
+    a = module(2, 7, 10)
+    b = module(3, 13, 17, context=(OPENING, a))
+    plain = answer(tiny_engine(engine.model), Request("plain", [*OPENING.tokens, *a.tokens, *b.tokens, *words(9, 6)], greedy(8)))
+    found = run(engine, [ask("chain", [OPENING, a, b])])["chain", 0]
+    assert [event.token for event in found] == plain
+    assert found[-1].reuse.modules == 0, "nothing of it was approximate"
+    assert found[-1].num_prompt_tokens == 36
+
+
+def test_a_prompt_that_ends_with_a_module_answers_as_the_plain_prompt_does(engine: Engine) -> None:
+    a = module(2, 7, 10)
+    for end in (a, module(3, 8, 17, context=(OPENING, a)), module(4, 1, 17, context=(OPENING, a))):
+        runs = [OPENING, a] if end is a else [OPENING, a, end]
+        plain = answer(tiny_engine(engine.model), Request("plain", [t for one in runs for t in one.tokens], greedy(8)))
+        assert answer(engine, ask(f"chain {len(end)}", runs, ())) == plain
+
+
+def test_words_between_modules_are_computed_where_they_stand(engine: Engine) -> None:
+    """Also as a whole: new words behind everything before them are the plain prompt again."""
+    runs = [OPENING, Run(words(5, 9), 10), Run(words(6, 3), 19)]
+    plain = answer(tiny_engine(engine.model), Request("plain", [*OPENING.tokens, *words(5, 9), *words(6, 3), *words(9, 6)], greedy(8)))
+    assert answer(engine, ask("in place", runs)) == plain
+
+
+def test_a_module_elsewhere_answers_as_if_it_had_been_encoded_there(engine: Engine) -> None:
+    """It sees the same tokens either way; only positions differ, and they count as differences alone."""
+    alone = Run(words(2, 11), 30, Origin((), 0))
+    there = Run(words(2, 11), 30, Origin((), 30))
+    moved, stored = (answer(tiny_engine(engine.model), ask("x", [OPENING, one])) for one in (alone, there))
+    assert moved == stored
+    near = answer(tiny_engine(engine.model), ask("x", [OPENING, Run(words(2, 11), 10, Origin((), 0))]))
+    assert moved != near or engine.model.decoder.geometry.freqs is None, "the place does not matter to this model, so this shows nothing"
+
+
+def test_a_module_at_many_positions_is_encoded_once_and_read_once(engine: Engine) -> None:
+    text = words(2, 40)
+    requests = [
+        ask(f"{i}", [OPENING, Run(text, 10 + 5 * i, Origin((OPENING,), 10))], words(20 + i, 3), position=60 + 5 * i) for i in range(8)
+    ]
+    alone = {
+        f"{i}": answer(tiny_engine(engine.model), ask(f"{i}", list(requests[i].runs), tuple(requests[i].prompt), position=60 + 5 * i))
+        for i in range(8)
+    }
+    for request in requests:
+        engine.add(request)
+    shared: set[tuple[tuple[int, ...], ...]] = set()
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            found.setdefault(event.request_id, []).append(event.token)
+        shared |= {(read.rows, read.shifts) for read in engine.batcher.plan.shared_reads if read.tokens == 40}
+    assert found == alone
+    assert (tuple(range(8)), tuple(5 * i for i in range(8))) in shared
+    assert sum(stem.segment.tokens[:PAGE] == text[:PAGE] for stem in engine.tree.stems()) == 1
+
+
+def test_a_module_is_there_for_the_next_request_and_its_tokens_count_as_cached(engine: Engine) -> None:
+    runs = [OPENING, module(2, 21, 10), module(3, 6, 31)]
+    first = run(engine, [ask("first", runs)])["first", 0][-1]
+    assert (first.num_cached_tokens, first.reuse.miss.reason if first.reuse.miss else None) == (0, "cold")
+    second = run(engine, [ask("second", [OPENING, module(3, 6, 10), module(2, 21, 16)], words(30, 5))])["second", 0][-1]
+    assert second.num_cached_tokens == 37
+    assert second.reuse.miss is None
+    assert second.reuse.modules == 21, "the shorter one stands right behind the opening, where it was encoded: that is exact"
+
+
+def test_the_same_prompt_again_reuses_its_own_words_too(engine: Engine) -> None:
+    runs = [OPENING, module(2, 21, 10)]
+    answer(engine, ask("first", runs, words(9, 12)))
+    assert run(engine, [ask("second", runs, words(9, 12))])["second", 0][-1].num_cached_tokens == 31 + 11
+
+
+def test_modules_are_encoded_in_one_batch() -> None:
+    engine = tiny_engine(max_num_batched_tokens=256)
+    engine.add(ask("x", [OPENING, *(module(2 + i, 8, 10 + 8 * i) for i in range(5))]))
+    rows = []
+    while engine.has_work:
+        engine.step()
+        rows.append(engine.facts.rows)
+    assert rows[:3] == [1, 5, 1], "the opening, five modules behind it, then the row"
+
+
+def test_several_answers_share_what_stands_before_them(engine: Engine) -> None:
+    request = Request("n", words(9, 6), greedy(4, n=3), runs=[OPENING, module(2, 21, 10)])
+    found = tokens_of(run(engine, [request]))
+    assert len(found) == 3 and found["n", 0] == found["n", 1] == found["n", 2]
+
+
+def test_a_placeholder_is_seen_by_what_follows_it_and_not_kept(engine: Engine) -> None:
+    """A module with a slot: its second half was encoded behind the placeholder, which no prompt ever reads."""
+    a = module(2, 6, 10)
+    hole = Run(words(7, 5), 16)
+    b = Run(words(3, 9), 21, Origin((OPENING, a, hole), 21))
+    found = run(engine, [ask("x", [OPENING, a, Run(words(8, 3), 16), b])])["x", 0]
+    assert found[-1].reuse.modules == 9
+    assert not any(
+        stem.segment.tokens == hole.tokens[: len(stem.segment.tokens)] for stem in engine.tree.stems() if len(stem.segment.tokens)
+    )
+    truth = Run(words(3, 9), 21, Origin((OPENING, a, Run(hole.tokens, 16, Origin((OPENING, a), 16))), 21))
+    assert answer(tiny_engine(engine.model), ask("x", [OPENING, a, Run(words(8, 3), 16), truth])) == [event.token for event in found]
+
+
+def test_tenants_do_not_share_modules(engine: Engine) -> None:
+    runs = [OPENING, module(2, 21, 10)]
+    answer(engine, ask("a", runs, tenant=Tenant(b"a", b"a")))
+    assert run(engine, [ask("b", runs, tenant=Tenant(b"b", b"b"))])["b", 0][-1].num_cached_tokens == 0
+    assert run(engine, [ask("c", runs, tenant=Tenant(b"a", b"a"))])["c", 0][-1].num_cached_tokens >= 31
+
+
+def test_under_pressure_modules_are_evicted_and_made_again_and_answers_stay_the_same() -> None:
+    model = tiny_model()
+    chance = random.Random(0)
+    requests = []
+    for i in range(24):
+        picked = chance.sample(range(12), 3)
+        runs, place = [OPENING], 10
+        for name in picked:
+            runs.append(module(40 + name, 9 + name, place))
+            place = runs[-1].end
+        requests.append(ask(f"{i}", runs, words(100 + i, 5), 6))
+    roomy = tokens_of(run(tiny_engine(model), requests))
+    small = tiny_engine(model, kv_cache_tokens=144, max_num_seqs=4)
+    assert tokens_of(run(small, requests, 4000)) == roomy
+    evicted = run(small, [requests[0]])["0", 0][-1]
+    assert evicted.reuse.miss is None or evicted.reuse.miss.reason == "evicted"
+    small.clear_cache()
+    assert small.pages_in_use == 0, "something is still pinned"
+
+
+def test_what_a_running_request_reads_cannot_be_evicted(engine: Engine) -> None:
+    runs = [OPENING, module(2, 21, 10)]
+    engine.add(ask("x", runs, tokens=20))
+    for _ in range(8):
+        engine.step()
+    held = engine.pages_in_use
+    engine.clear_cache()
+    assert engine.pages_in_use >= held - 1
+    found = [event.token for event in drain(engine)["x", 0]]
+    assert found == answer(tiny_engine(engine.model), ask("x", runs, tokens=20))[-len(found) :]
+
+
+def test_a_cancelled_request_leaves_nothing_pinned(engine: Engine) -> None:
+    engine.add(ask("x", [OPENING, module(2, 21, 10), module(3, 30, 31)]))
+    engine.step()
+    engine.cancel("x")
+    drain(engine)
+    while engine.scheduler.waiting or engine.scheduler.running:
+        engine.step()
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
+
+
+def test_a_step_that_fails_forgets_modules_and_the_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    runs = [OPENING, module(2, 21, 10)]
+    wanted = answer(tiny_engine(engine.model), ask("x", runs))
+    engine.add(ask("x", runs))
+    forward, calls = engine.model.decoder.forward, iter(range(100))
+
+    def fails_once(*given: object) -> torch.Tensor:
+        if next(calls) == 3:
+            raise RuntimeError("no memory")
+        return forward(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.model.decoder, "forward", fails_once)
+    found: list[int] = []
+    while engine.has_work:
+        try:
+            found += [event.token for event in engine.step()]
+        except RuntimeError:
+            assert not engine.tree.pages
+    assert found == wanted
+
+
+def test_positions_that_are_learned_cannot_move() -> None:
+    engine = tiny_engine(tiny_model(positions="learned"))
+    with pytest.raises(InvalidPrompt, match=r'encoded at position 10 was asked for at 30.*layout="fixed"'):
+        engine.add(ask("x", [OPENING, module(2, 8, 30)]))
+    fixed = [OPENING, Run(words(2, 8), 30, Origin((OPENING,), 30))]
+    assert len(answer(engine, ask("x", fixed))) == 8
+
+
+def test_what_makes_no_sense_is_refused_and_leaves_nothing(engine: Engine) -> None:
+    overlapping = [OPENING, module(2, 8, 10), module(3, 8, 12)]
+    for request, error, message in (
+        (ask("x", overlapping), InvalidPrompt, "begins inside the one before it"),
+        (ask("x", [OPENING, module(2, 8, 600)]), PromptTooLong, "context holds 512"),
+        (ask("x", [OPENING, Run((999,), 10)]), InvalidPrompt, "999 is no token"),
+        (ask("x", [OPENING, module(2, 8, 10)], score=True), InvalidPrompt, "logprobs of a prompt made of modules"),
+    ):
+        with pytest.raises(error, match=message):
+            engine.add(request)
+    with pytest.raises(PoolTooSmall):
+        tiny_engine(kv_cache_tokens=32).add(ask("x", [OPENING, module(2, 20, 10)]))
+    with pytest.raises(InvalidOption, match="prefix_caching"):
+        tiny_engine(prefix_caching=False).add(ask("x", [OPENING, module(2, 20, 10)]))
+    assert not engine.has_work
