@@ -7,6 +7,7 @@
     │   ├── UnsupportedModel     sound, but of an architecture, tensor type or feature that Pando does not run
     │   ├── PromptTooLong        more tokens than the context holds
     │   ├── InvalidPrompt        not text, not tokens of this model, or not a conversation its template accepts
+    │   ├── MarkupError          PML, or a function that becomes PML, that means nothing; knows the place
     │   ├── InvalidSampling      sampling values that mean nothing
     │   ├── InvalidOption        an engine or command-line option that cannot work
     │   ├── PoolTooSmall         one request needs more pages than there are
@@ -43,6 +44,24 @@ class PromptTooLong(InputError):
 
 class InvalidPrompt(InputError):
     pass
+
+
+class MarkupError(InputError):
+    """What was found, where, and what would be right. Lines and columns count from 1."""
+
+    def __init__(self, message: str, file: str, line: int, column: int, text: str = "") -> None:
+        super().__init__(f"{file}:{line}:{column}: {message}")
+        self.message = message
+        self.file = file
+        self.line = line
+        self.column = column
+        self.text = text  # the line of the source
+
+    def shown(self, width: int = 120) -> str:
+        """The message, the line of the source, and a caret under the place. Of a long line, the part around the place."""
+        start = max(0, min(self.column - 1 - width // 2, len(self.text) - width))
+        before = "".join("\t" if char == "\t" else " " for char in self.text[start : self.column - 1])
+        return f"{self}\n    {self.text[start : start + width]}\n    {before}^"
 
 
 class InvalidSampling(InputError):

@@ -26,7 +26,7 @@ from ..model.shelf import Shelf
 from .answer import Answer
 from .batch import Batcher, lowering_of
 from .costs import cost_of, default_cost, device_name
-from .imports import in_place, wants
+from .imports import find, in_place, wants
 from .pins import Pin, Pins
 from .request import Request, Tenant, TokenEvent
 from .sampler import Chosen, Sampler, check
@@ -211,7 +211,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.answers)
+        return bool(self.answers) or self.scheduler.making > 0
 
     # ---- a step
 
@@ -355,6 +355,33 @@ class Engine:
         alive = {stem.owner for stem in self.tree.stems()} | {row.lineage.owner for row in self.answers}
         self.owners = {key: whose for key, whose in self.owners.items() if key in alive}
         self._many_owners = 2 * len(self.owners) + MANY_OWNERS
+
+    # ---- modules
+
+    def encode(self, runs: Sequence[Run], tenant: Tenant) -> int:
+        """Queues what is not cached of runs that will be asked for; answers how many there are to make. Steps make them."""
+        if not self.scheduler.reuse:
+            raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
+        for run in runs:
+            self._check_prompt(run.tokens, run.end if run.origin is None else run.origin.first + len(run))
+        return self.scheduler.make(self._tenant(tenant), runs)
+
+    def holds(self, run: Run, tenant: Tenant) -> bool:
+        """Are the states of a run in the cache?"""
+        [want] = wants(root_key(self.model.digest, tenant.salt), [run], self.pages.page_size)
+        found = find(self.tree, want, self.scheduler.clock())
+        if found is not None:
+            self.tree.unpin(found.pinned)
+        return found is not None
+
+    def bytes_of(self, runs: Sequence[Run]) -> int:
+        """What the states of runs take, in whole pages."""
+        return sum(self.pages.needed(len(run)) for run in runs) * self.pages.page_size * self._token_bytes
+
+    def _tenant(self, tenant: Tenant) -> Key:
+        key = root_key(self.model.digest, tenant.salt)
+        self.owners[key] = tenant.owner
+        return key
 
     # ---- checks
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ..kv.pages import Pages
 from ..kv.plan import RowView
+from ..kv.run import Run
 from ..kv.segment import Key, Lineage, Placement, extend_keys, shared_length
 from ..kv.tree import Match, PrefixTree, Stem
 from .imports import Import, Want, find, wants
@@ -220,19 +221,36 @@ class Scheduler:
         if row.found is None:
             row.found = sum(len(each.want.run) for each in row.imports)
             row.miss = self._missing(row, missing[0]) if missing else None
-        return [self._maker(row, want) for want in missing if want.name not in self._making] if missing else None
+        return [self._maker(row.tenant, want, row.arrival) for want in missing if want.name not in self._making] if missing else None
 
     def _missing(self, row: Row, lost: Want) -> Miss:
         before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
         return Miss("evicted" if lost.keys and self.tree.was_evicted(lost.keys[0]) else "cold", before)
 
-    def _maker(self, row: Row, want: Want) -> Row:
+    def make(self, tenant: Key, runs: Sequence[Run]) -> int:
+        """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
+        missing = []
+        for run in runs:
+            [want] = wants(tenant, [run], self.pages.page_size)
+            found = find(self.tree, want, self.clock())
+            if found is not None:
+                self.tree.unpin(found.pinned)
+            elif want.name not in self._making:
+                self._arrivals += 1
+                missing.append(self._maker(tenant, want, self._arrivals))
+        self.waiting.extend(missing)
+        return len(missing)
+
+    @property
+    def making(self) -> int:
+        """Runs that are being made, or will be."""
+        return len(self._making)
+
+    def _maker(self, tenant: Key, want: Want, arrival: int) -> Row:
         origin = want.run.origin
         assert origin is not None
-        context = wants(row.tenant, origin.context, self.pages.page_size, makes=True)
-        maker = Row(row.request_id, -1, want.run.tokens, SamplingParams(), 0, want.lineage, len(want.run), tenant=row.tenant)
-        maker.at, maker.wants, maker.makes, maker.found = origin.first, context, want, 0
-        maker.arrival, maker.arrived = row.arrival, row.arrived
+        maker = Row("", -1, want.run.tokens, SamplingParams(), 0, want.lineage, len(want.run), tenant, makes=want, arrival=arrival)
+        maker.at, maker.wants, maker.found = origin.first, wants(tenant, origin.context, self.pages.page_size, makes=True), 0
         self._making[want.name] = maker
         return maker
 

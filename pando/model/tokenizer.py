@@ -57,6 +57,17 @@ class Tokenizer:
         Otherwise the text is only text, whatever it spells."""
         return list(self._encoding(text, special).ids)
 
+    def encode_template(self, text: str) -> list[int]:
+        """A piece of what a chat template writes: the names of special tokens mean those tokens, and nothing is added around it."""
+        [encoding] = self._library.encode_batch([text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    @cached_property
+    def unknown(self) -> int:
+        """A token that stands for nothing in particular."""
+        named = (self._id(self._names.get(name)) for name in ("unk_token", "pad_token", "eos_token"))
+        return next((token for token in named if token is not None), 0)
+
     def encode_with_offsets(self, text: str, most: int = 2**31) -> tuple[list[int], list[tuple[int, int]]]:
         """As `encode`, and which characters each token stands for, first and end; (0, 0) where it was added around the text. Of more than
         `most` tokens nobody wants to know."""

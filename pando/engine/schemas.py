@@ -1,0 +1,143 @@
+"""The schemas of one engine: PML in, runs out, and what of them is in the cache."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from ..errors import InvalidPrompt
+from ..kv.run import Run
+from ..markup.binding import Bound
+from ..markup.library import Library
+from ..markup.pml import DEFAULT_LIMITS, Limits
+from ..markup.schema import Schema
+from ..model.tokenizer import Tokenizer
+from .engine import Engine
+from .request import Tenant
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in PML, made from a schema that was added before."""
+
+    pml: str
+
+
+class Words:
+    """A model's tokenizer, as the language wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def bos(self) -> int | None:
+        return self._tokenizer.bos
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(""))
+
+    @cached_property
+    def unknown(self) -> int:
+        return self._tokenizer.unknown
+
+    def text(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, special=False)
+
+    def template(self, text: str) -> list[int]:
+        return self._tokenizer.encode_template(text)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return self._tokenizer.chat(messages, add_generation_prompt=False)
+
+    @cached_property
+    def answer(self) -> tuple[int, ...]:
+        """What a template writes before an answer."""
+        asked = [{"role": "user", "content": "x"}]
+        before, after = (self._tokenizer.chat(asked, add_generation_prompt=add) for add in (False, True))
+        return tuple(self.template(after.removeprefix(before))) if after.startswith(before) else ()
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    path: str
+    encode: str
+    tokens: int
+    bytes: int  # that its states take, or would
+    state: str  # "cached", "partly cached", "not encoded" or "computed with each prompt"
+    uses: int
+
+
+@dataclass
+class _Uses:
+    prompts: int = 0
+    modules: dict[str, int] = field(default_factory=dict)
+
+
+class Schemas:
+    """May be asked from any thread; whatever concerns the cache is asked of the engine in its own."""
+
+    def __init__(self, engine: Engine, limits: Limits = DEFAULT_LIMITS, directory: Path | None = None) -> None:
+        self._engine, self._directory = engine, directory
+        geometry = engine.model.decoder.geometry
+        movable = geometry.freqs is not None or geometry.slopes is not None
+        self.library = Library(Words(engine.model.tokenizer), movable=movable, max_len=engine.max_len, limits=limits)
+        self._uses: dict[str, _Uses] = {}
+        self._lock = threading.Lock()
+
+    def add(self, pml: str | bytes, *, file: str = "schema", sources: bool = True) -> Schema:
+        """Registers a schema; one that is here already is the one that is here. `sources`: `src` may name files below the directory that
+        the operator named."""
+        return self.library.add(pml, file=file, directory=self._directory if sources else None)
+
+    def remove(self, name: str) -> bool:
+        """Prompts that are being answered finish; what is cached goes when the room is needed."""
+        with self._lock:
+            self._uses.pop(name, None)
+        return self.library.remove(name) is not None
+
+    def __getitem__(self, name: str) -> Schema:
+        found = self.library.get(name)
+        if found is None:
+            raise InvalidPrompt(f"there is no schema {name[:60]!r}; add it first")
+        return found
+
+    def names(self) -> list[str]:
+        return [schema.name for schema in self.library]
+
+    def bind(self, pml: str | bytes, *, file: str = "prompt") -> tuple[Schema, Bound]:
+        schema, bound = self.library.bind(pml, file=file)
+        with self._lock:
+            uses = self._uses.setdefault(schema.name, _Uses())
+            uses.prompts += 1
+            for path in bound.imported:
+                uses.modules[path] = uses.modules.get(path, 0) + 1
+        return schema, bound
+
+    def uses(self, name: str) -> int:
+        return self._uses.get(name, _Uses()).prompts
+
+    def facts(self, name: str, tenant: Tenant) -> list[ModuleFacts]:
+        """In the engine's thread."""
+        schema, uses = self[name], self._uses.get(name, _Uses()).modules
+        return [
+            ModuleFacts(
+                part.path, part.encode, part.tokens, self._engine.bytes_of(part.runs),
+                self._state(part.runs, part.cached, tenant), uses.get(part.path, 0),
+            )
+            for part in schema.modules
+        ]  # fmt: skip
+
+    def _state(self, runs: Sequence[Run], cached: bool, tenant: Tenant) -> str:
+        if not cached:
+            return "computed with each prompt"
+        held = [self._engine.holds(run, tenant) for run in runs]
+        return "cached" if all(held) else "partly cached" if any(held) else "not encoded"
+
+
+def split(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[int, ...], int | None]:
+    """What stands before the last new words, those words, and their position: as a request takes them."""
+    if runs and runs[-1].origin is None:
+        return tuple(runs[:-1]), runs[-1].tokens, runs[-1].position
+    return tuple(runs), (), None

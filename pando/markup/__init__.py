@@ -1,0 +1,1 @@
+"""Prompts with structure: PML to runs of tokens at their places."""

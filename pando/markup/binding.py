@@ -1,0 +1,218 @@
+"""A prompt, bound to its schema: the runs it is made of, each at its position.
+
+First the prompt is read: what it imports, with which arguments, and the new text between. Then it is walked together with the schema: text
+of the schema that is always imported falls into place between the imports.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ..kv.run import Run
+from .outline import Item, Module, Param, Union, Words
+from .pml import DEFAULT_LIMITS, Element, Limits, Place, clipped, parse
+from .prompt import Begins, Ends, Import, New, Reading, Step, prompt_schema
+from .schema import ANONYMOUS, OPENING, Schema
+from .tokens import Role
+
+NEW = "(prompt)"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a prompt is made of. `names` says for each run where it came from: the path of a module, path:param for an argument, and in
+    parentheses the opening and other texts of the schema, and text of the prompt. New runs that touch are one, and have all their names."""
+
+    runs: tuple[Run, ...]
+    names: tuple[str, ...]
+    imported: tuple[str, ...]  # paths of modules
+    exact: bool  # the states are those of the plain prompt
+
+    @property
+    def module_tokens(self) -> int:
+        """Tokens whose states come from the schema."""
+        return sum(len(run) for run in self.runs if run.origin is not None)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(run) for run in self.runs if run.origin is None)
+
+    @property
+    def end(self) -> int:
+        """The position of the first token of the answer."""
+        return self.runs[-1].end
+
+
+def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt", limits: Limits = DEFAULT_LIMITS) -> Bound:
+    element = prompt if isinstance(prompt, Element) else parse(prompt, file, limits)
+    name = prompt_schema(element)
+    if name != schema.name:
+        raise element.wrong(f"the prompt is made from schema {clipped(name)!r}, and this is {schema.name!r}; name that one")
+    reading = Reading(schema)
+    steps = reading.steps(element, schema.outline.root)
+    walk = _Walk(schema, reading, element.at)
+    walk.prompt(steps)
+    return _bound(schema, walk.placed, tuple(module.path for module in reading.imported), element.at)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    run: Run
+    name: str
+    blank: bool = False
+
+
+@dataclass
+class _Walk:
+    """The prompt and its schema, side by side."""
+
+    schema: Schema
+    reading: Reading
+    at: Place
+    placed: list[_Placed] = field(default_factory=list)
+    position: int = 0
+    history: list[str] = field(default_factory=list)  # of roles
+    closed: str | None = None  # the role that ends where we are
+    open_roles: list[Role] = field(default_factory=list)
+    new_at: Place | None = None  # the new text behind the last run of the schema
+
+    def prompt(self, steps: Sequence[Step]) -> None:
+        self._joint = self._states()
+        opening, items = self.schema.laid.opening, self.schema.outline.root.items
+        if opening is not None and not (items and isinstance(items[0], Words)):
+            self._place(opening, OPENING)
+        self._scope(self.schema.outline.root, steps)
+        if self.closed == "user":  # the answer is the assistant's
+            self._go_to_end()
+            role = self.schema.roles.role(tuple(self.history), "assistant", False, self.at)
+            self._place(Run(role.before, self.position), NEW)
+
+    def _states(self) -> Mapping[Words, Run]:
+        """The joint states of every scaffold whose modules are all imported; of two that share a module, the first."""
+        found: dict[Words, Run] = {}
+        taken: set[Module] = set()
+        for joint in self.schema.laid.joints:
+            if all(module in self.reading.imported and module not in taken for module in joint.modules):
+                taken.update(joint.modules)
+                found.update(joint.runs)
+        return found
+
+    def _scope(self, module: Module, steps: Sequence[Step]) -> None:
+        items, cursor = module.items, 0
+        last = max((i for i, step in enumerate(steps) if isinstance(step, Import)), default=-1)
+        lead = next((i for i, item in enumerate(items) if isinstance(item, Union) or (isinstance(item, Module) and item.name)), len(items))
+        free = self.schema.order == "free" and module is self.schema.outline.root
+        for i, step in enumerate(steps):
+            if isinstance(step, Import) and not free:
+                target = self.schema.places[step.module]
+                if target < cursor:
+                    raise step.at.wrong(
+                        f'<{step.module.name}> stands before its predecessor in the schema; change their order, or use order="free"'
+                    )
+            else:
+                target = len(items) if i > last else max(cursor, lead)
+            self._always(items[cursor:target], module)
+            cursor = max(cursor, target)
+            if isinstance(step, Import):
+                cursor += 0 if free else 1
+                self._scope(step.module, step.steps)
+            else:
+                if i > last and module is self.schema.outline.root:
+                    self._go_to_end()
+                self._new(step)
+        self._always(items[cursor:], module)
+
+    def _always(self, items: Sequence[Item], module: Module) -> None:
+        for item in items:
+            if isinstance(item, Words):
+                self._words(item, module)
+            elif isinstance(item, Param):
+                tokens = self.reading.arguments[item]
+                start = self._start(self.schema.laid.starts[item])
+                self._place(Run(tokens, start), f"{module.path}:{item.name}")
+            elif isinstance(item, Module) and not item.name:
+                self._always(item.items, item)
+
+    def _words(self, words: Words, module: Module) -> None:
+        self.history += words.roles
+        home = self.schema.laid.home.get(words)
+        if home is not None:
+            start = self._start(home.position)
+            run = self._joint.get(words, home)
+            name = module.path if module.name else OPENING if home is self.schema.laid.opening else ANONYMOUS
+            self._place(run if run.position == start else run.moved(start), name)
+            self.new_at = None
+        self.closed = words.closes
+
+    def _start(self, fixed: int) -> int:
+        """Where the next text of the schema stands. In a fixed layout it must not have been reached yet."""
+        if self.schema.layout == "compact":
+            return self.position
+        while self.position > fixed and self.placed and self.placed[-1].blank:  # a space between two imports is no text
+            self.position = self.placed.pop().run.position
+        if self.position > fixed and self.new_at is not None:
+            before = next((one.run.end for one in reversed(self.placed) if one.name != NEW), 0)
+            length, room = self.position - before, max(0, fixed - before)
+            advice = 'shorten it, move it to the end, or use layout="compact"'
+            raise self.new_at.wrong(f"{length} tokens of text between two imports, and the hole there has room for {room}; {advice}")
+        return fixed
+
+    def _new(self, step: New | Begins | Ends) -> None:
+        self.new_at = self.new_at or step.at
+        if isinstance(step, New):
+            tokens = tuple(self.schema.tokenizer.text(step.text))
+            self._place(Run(tokens, self.position), NEW, blank=not step.text.strip())
+        elif isinstance(step, Begins):
+            bare = not self.placed or (len(self.placed) == 1 and self.placed[0].run.tokens == self.schema.tokenizer.begin)
+            role = self.schema.roles.role(tuple(self.history), step.role, bare, step.at)
+            self.history.append(step.role)
+            self.open_roles.append(role)
+            self._place(Run(role.before, self.position), NEW)
+        else:
+            self._place(Run(self.open_roles.pop().after, self.position), NEW)
+            self.closed = self.history[-1]
+
+    def _place(self, run: Run, name: str, blank: bool = False) -> None:
+        self.closed = None
+        if len(run):
+            self.placed.append(_Placed(run, name, blank))
+            self.position = run.end
+
+    def _go_to_end(self) -> None:
+        if self.schema.layout == "fixed":
+            self.position = max(self.position, self.schema.laid.end)
+
+
+def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...], at: Place) -> Bound:
+    if not placed:
+        raise at.wrong("an empty prompt; import a module, or write some text")
+    if placed[-1].run.end > schema.facts.max_len:
+        raise at.wrong(
+            f"the prompt takes {placed[-1].run.end:,} positions, and the model's context has {schema.facts.max_len:,}; import less"
+        )
+    groups: list[list[_Placed]] = []
+    for one in placed:
+        new = one.run.origin is None and bool(groups) and groups[-1][-1].run.origin is None
+        if new and groups[-1][-1].run.end == one.run.position:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    runs = tuple(group[0].run if len(group) == 1 else _joined(group) for group in groups)
+    names = tuple(" + ".join(dict.fromkeys(one.name for one in group)) for group in groups)
+    return Bound(runs, names, imported, _exact([one.run for one in placed]))
+
+
+def _joined(group: Sequence[_Placed]) -> Run:
+    return Run(tuple(chain.from_iterable(one.run.tokens for one in group)), group[0].run.position)
+
+
+def _exact(runs: Sequence[Run]) -> bool:
+    """Each run was encoded where it stands, behind exactly what stands before it. Contexts share their runs: no tokens are compared."""
+    end = 0
+    for place, run in enumerate(runs):
+        if run.position != end:
+            return False
+        if run.origin is not None and (run.origin.first != run.position or run.origin.context != tuple(runs[:place])):
+            return False
+        end = run.end
+    return True
