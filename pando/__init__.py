@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .engine.llm import LLM
     from .engine.request import CompletionOutput, RequestOutput, SamplingParams
+    from .engine.schemas import Prompt
     from .errors import PandoError
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["LLM", "CompletionOutput", "PandoError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "PandoError", "Prompt", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> object:
         from .engine.llm import LLM
 
         return LLM
+    if name == "Prompt":
+        from .engine.schemas import Prompt
+
+        return Prompt
     if name == "PandoError":
         from .errors import PandoError
 

@@ -111,7 +111,7 @@ def _bench(argv: list[str]) -> int:
 
             return soak(argv[1:])
         case ["attention"]:
-            from .bench.attention import main as attention
+            from .bench.attention.command import main as attention
 
             return attention(argv[1:])
     from .bench.foundation import main as foundation

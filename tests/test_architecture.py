@@ -31,8 +31,9 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 TORCH_FREE = (
-    *("kv.segment", "kv.tree", "kv.plan", "kv.pages"),
-    *("engine.request", "engine.pins", "engine.scheduler"),
+    *("kv.segment", "kv.run", "kv.tree", "kv.plan", "kv.pages"),
+    *("engine.request", "engine.pins", "engine.imports", "engine.scheduler"),
+    *("markup.binding", "markup.library", "markup.layout", "markup.pml", "markup.schema"),
     *("config", "cli", "chat", "errors"),
 )
 BRINGS_TORCH = {"torch", "triton", "transformers", "accelerate"}

@@ -59,7 +59,7 @@ def flags(parser):
 def bench_flags():
     """The benchmarks read their own arguments, and importing them needs what only they need: the flags are read from their source."""
     found = set()
-    for file in (ROOT / "pando" / "bench").glob("*.py"):
+    for file in (ROOT / "pando" / "bench").rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
                 given = {word.value for word in call.args if isinstance(word, ast.Constant)}

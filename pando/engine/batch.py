@@ -58,9 +58,12 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_s
 
         reason = unsupported(geometry, page_size)
         if reason is None:
+            gpu.probe(gpu.Device.of(device), dtype, geometry, page_size)
             return partial(gpu.TritonLowering, gpu.Device.of(device), dtype)
     except ImportError as error:
         reason = f"Triton cannot be imported ({error})"
+    except Exception as error:  # a compiler and a driver raise whatever they like
+        reason = f"a first try failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     log.warning("Pando's own GPU kernels are not used, the slow definition is: %s", reason)
     return None
 

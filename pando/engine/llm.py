@@ -2,21 +2,33 @@
 
 import itertools
 import os
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..config import Attention, Device, DType, EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
+from ..kv.run import Run
+from ..markup.schema import Schema
 from ..model.load import Model, load
 from .engine import Engine
 from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Tenant, TokenEvent
+from .schemas import Prompt, Schemas
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}
+AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt  # text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}; PML
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class _Given(NamedTuple):
+    """A prompt as an engine takes it."""
+
+    tokens: Sequence[int]
+    runs: Sequence[Run] = ()
+    position: int | None = None
 
 
 class LLM:
@@ -73,10 +85,11 @@ class LLM:
         self.tokenizer = self.engine.model.tokenizer
         self._ids = (f"request-{number}" for number in itertools.count())
         self._tenant = Tenant(config.cache_salt.encode())
+        self.schemas = Schemas(self.engine, encoder=self._make)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False
+        self, prompts: AnyPrompt | Sequence[AnyPrompt], sampling_params: Params = None, *, use_tqdm: bool = False
     ) -> list[RequestOutput]:
         """Answers every prompt, together. A prompt that cannot be answered is refused before any is begun."""
         several = _several(prompts)
@@ -89,18 +102,29 @@ class LLM:
         """Answers one conversation, or several together."""
         several = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         texts = [self.tokenizer.chat(conversation) for conversation in several]  # type: ignore[arg-type]
-        return self._finish([self.tokenizer.encode(text) for text in texts], texts, sampling_params, use_tqdm)
+        return self._finish([_Given(self.tokenizer.encode(text)) for text in texts], texts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+    def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """The tokens of one prompt as they come. Closing the iterator cancels the request."""
         return self._stream(self._request(self._encode(prompt), sampling_params or SamplingParams()))
+
+    def _make(self, schema: Schema) -> None:
+        """Encodes what is not cached of a schema, as many modules at a time as fit into a step."""
+        total = self.engine.encode(schema.stored, self._tenant)
+        progress = _Progress(total, total > 1 and sys.stderr.isatty(), "module")
+        while self.engine.scheduler.making:
+            before = self.engine.scheduler.making
+            self._step()
+            for _ in range(before - self.engine.scheduler.making):
+                progress.advance(True)
+        progress.close()
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         return self.stream(self.tokenizer.chat(messages), sampling_params)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """The logprob of each token after the first, given those before it."""
-        request = self._request(tokens, SamplingParams(max_tokens=1, temperature=0), score=True)
+        request = self._request(_Given(tokens), SamplingParams(max_tokens=1, temperature=0), score=True)
         return [value for event in self._stream(request) for value in event.prompt_logprobs or ()]
 
     def _stream(self, request: Request) -> Iterator[TokenEvent]:
@@ -120,7 +144,7 @@ class LLM:
         finally:
             self._close([request])
 
-    def _finish(self, prompts: Sequence[list[int]], texts: Sequence[str | None], params: Params, use_tqdm: bool) -> list[RequestOutput]:
+    def _finish(self, prompts: Sequence[_Given], texts: Sequence[str | None], params: Params, use_tqdm: bool) -> list[RequestOutput]:
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, _each(params, len(prompts)), strict=True)]
         outputs = {r.request_id: _output(r, text) for r, text in zip(requests, texts, strict=True)}
         left = len(requests)
@@ -147,30 +171,35 @@ class LLM:
     def _next(self, inbox: deque[TokenEvent]) -> TokenEvent:
         """Steps the engine until there is something in the inbox. What comes for others waits in theirs."""
         while not inbox:
-            for event in self.engine.step():
-                if event.request_id in self._inboxes:
-                    self._inboxes[event.request_id].append(event)
+            self._step()
         return inbox.popleft()
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            if event.request_id in self._inboxes:
+                self._inboxes[event.request_id].append(event)
 
     def _close(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.cancel(request.request_id)
             self._inboxes.pop(request.request_id, None)
 
-    def _request(self, prompt: Sequence[int], params: SamplingParams, score: bool = False) -> Request:
-        return Request(next(self._ids), prompt, params, self._tenant, score=score)
+    def _request(self, given: _Given, params: SamplingParams, score: bool = False) -> Request:
+        return Request(next(self._ids), given.tokens, params, self._tenant, score=score, runs=given.runs, position=given.position)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: AnyPrompt) -> _Given:
         given: object = prompt
+        if isinstance(prompt, Prompt):
+            return _Given(*self.schemas.parts(prompt.pml))
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
             if given is None:
                 raise InvalidPrompt(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'; found {sorted(map(str, prompt))}")
         if isinstance(given, str):
-            return self.tokenizer.encode(given)
+            return _Given(self.tokenizer.encode(given))
         if isinstance(given, bytes) or not isinstance(given, Sequence):
             raise InvalidPrompt(f"a prompt is text, a list of tokens, or a mapping with one of them; found {type(given).__name__}")
-        return list(given)
+        return _Given(list(given))
 
 
 def _use_threads(count: int) -> None:
@@ -183,12 +212,12 @@ def _use_threads(count: int) -> None:
 
 
 class _Progress:
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int, shown: bool, unit: str = "request") -> None:
         self._bar: Any = None
         if shown:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="request")
+            self._bar = tqdm(total=total, unit=unit)
 
     def advance(self, finished: bool) -> None:
         if self._bar is not None and finished:
@@ -199,14 +228,20 @@ class _Progress:
             self._bar.close()
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _several(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """One prompt or many? A list of whole numbers is one prompt of tokens."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
+    if (
+        isinstance(prompts, str | bytes | Mapping | Prompt)
+        or not isinstance(prompts, Sequence)
+        or (prompts and isinstance(prompts[0], int))
+    ):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
 
-def _text(prompt: Prompt) -> str | None:
+def _text(prompt: AnyPrompt) -> str | None:
+    if isinstance(prompt, Prompt):
+        return prompt.pml
     if isinstance(prompt, Mapping):
         return prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
@@ -227,7 +262,8 @@ def _output(request: Request, text: str | None) -> RequestOutput:
     if request.params.logprobs is not None:
         for answer in answers:
             answer.logprobs, answer.cumulative_logprob = [], 0.0
-    return RequestOutput(request.request_id, text, list(request.prompt), answers)
+    before = [token for run in request.runs for token in run.tokens]
+    return RequestOutput(request.request_id, text, [*before, *request.prompt], answers)
 
 
 def _append(output: RequestOutput, event: TokenEvent) -> bool:
@@ -241,6 +277,6 @@ def _append(output: RequestOutput, event: TokenEvent) -> bool:
         answer.cumulative_logprob += event.logprobs[event.token].logprob
     answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
     if event.index == 0:
-        output.num_cached_tokens = event.num_cached_tokens
+        output.num_cached_tokens, output.reuse = event.num_cached_tokens, event.reuse
     output.finished = all(answer.finish_reason is not None for answer in output.outputs)
     return output.finished

@@ -214,3 +214,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     finished: bool = False
+    reuse: Reuse = Reuse()

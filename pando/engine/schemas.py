@@ -1,7 +1,7 @@
 """The schemas of one engine: PML in, runs out, and what of them is in the cache."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -78,18 +78,21 @@ class _Uses:
 class Schemas:
     """May be asked from any thread; whatever concerns the cache is asked of the engine in its own."""
 
-    def __init__(self, engine: Engine, limits: Limits = DEFAULT_LIMITS, directory: Path | None = None) -> None:
-        self._engine, self._directory = engine, directory
+    def __init__(self, engine: Engine, limits: Limits = DEFAULT_LIMITS, encoder: Callable[[Schema], None] | None = None) -> None:
+        self._engine, self._encoder = engine, encoder
         geometry = engine.model.decoder.geometry
         movable = geometry.freqs is not None or geometry.slopes is not None
         self.library = Library(Words(engine.model.tokenizer), movable=movable, max_len=engine.max_len, limits=limits)
         self._uses: dict[str, _Uses] = {}
         self._lock = threading.Lock()
 
-    def add(self, pml: str | bytes, *, file: str = "schema", sources: bool = True) -> Schema:
-        """Registers a schema; one that is here already is the one that is here. `sources`: `src` may name files below the directory that
-        the operator named."""
-        return self.library.add(pml, file=file, directory=self._directory if sources else None)
+    def add(self, pml: str | bytes, *, file: str = "schema", directory: str | Path | None = None, eager: bool = False) -> Schema:
+        """Registers a schema; one that is here already, with the same content, is the one that is here. `directory`: `src` names files
+        below it, and none where it is None. `eager`: its modules are encoded now, and not when a prompt first asks for them."""
+        schema = self.library.add(pml, file=file, directory=None if directory is None else Path(directory))
+        if eager and self._encoder is not None:
+            self._encoder(schema)
+        return schema
 
     def remove(self, name: str) -> bool:
         """Prompts that are being answered finish; what is cached goes when the room is needed."""
@@ -115,6 +118,12 @@ class Schemas:
                 uses.modules[path] = uses.modules.get(path, 0) + 1
         return schema, bound
 
+    def parts(self, pml: str | bytes) -> tuple[tuple[int, ...], tuple[Run, ...], int | None]:
+        """A prompt as a request takes it: the new words at its end, what stands before them, and their position."""
+        _, bound = self.bind(pml)
+        *before, last = bound.runs
+        return (last.tokens, tuple(before), last.position) if last.origin is None else ((), bound.runs, None)
+
     def uses(self, name: str) -> int:
         return self._uses.get(name, _Uses()).prompts
 
@@ -134,10 +143,3 @@ class Schemas:
             return "computed with each prompt"
         held = [self._engine.holds(run, tenant) for run in runs]
         return "cached" if all(held) else "partly cached" if any(held) else "not encoded"
-
-
-def split(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[int, ...], int | None]:
-    """What stands before the last new words, those words, and their position: as a request takes them."""
-    if runs and runs[-1].origin is None:
-        return tuple(runs[:-1]), runs[-1].tokens, runs[-1].position
-    return tuple(runs), (), None

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import triton as kernels
 from .gpu_tiles import Size, Tiles, keys_of, sizes, wide
 from .ops import TorchOps
-from .reads import Reads
+from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate, turns
 
@@ -153,6 +153,15 @@ class TritonLowering:
             width = kv_heads * size
             self._descriptors[name] = TensorDescriptor(pool, [slots, width], [width, 1], [self._keys, wide(self._geometry)])
         return self._descriptors[name]
+
+
+def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int) -> None:
+    """Attends once, over next to nothing. Raises whatever a broken compiler or driver raises, before anybody waits for an answer."""
+    q = torch.zeros(1, geometry.heads, geometry.head_dim, dtype=dtype, device=device.where)
+    pool = torch.zeros(page_size, geometry.kv_heads, geometry.head_dim, dtype=dtype, device=device.where)
+    reads = joined(page_size, [([0], page_size, 0, [0], [0])])
+    if not TritonLowering(device, dtype, reads, torch.zeros(1, dtype=torch.int64), geometry).attend(q, q, pool, pool).isfinite().all():
+        raise RuntimeError("they answered no numbers")
 
 
 class TritonOps(TorchOps):

@@ -154,7 +154,9 @@ class _Walk:
             before = next((one.run.end for one in reversed(self.placed) if one.name != NEW), 0)
             length, room = self.position - before, max(0, fixed - before)
             advice = 'shorten it, move it to the end, or use layout="compact"'
-            raise self.new_at.wrong(f"{length} tokens of text between two imports, and the hole there has room for {room}; {advice}")
+            raise self.new_at.wrong(
+                f"{length} token{'s' * (length != 1)} of text between two imports, and the hole there has room for {room}; {advice}"
+            )
         return fixed
 
     def _new(self, step: New | Begins | Ends) -> None:

@@ -6,7 +6,7 @@ nothing is ever fetched. Limits hold while the tree grows, not after.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from xml.parsers import expat
 
@@ -38,7 +38,7 @@ DEFAULT_LIMITS = Limits()
 @dataclass(frozen=True, eq=False)
 class Source:
     file: str
-    text: str
+    text: str = field(repr=False)
 
     def wrong(self, message: str, line: int, column: int) -> MarkupError:
         start = 0

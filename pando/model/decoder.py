@@ -71,21 +71,39 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, step: Step, pool: Pool) -> Tensor:
         """Writes K and V of the step's tokens into the pool and answers the logits of the wanted ones, fp32 [N, V]."""
-        x = F.embedding(step.tokens, self.embed)  # [T, C]
-        if self.positions is not None:
-            x += F.embedding(step.positions, self.positions)
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
-        freqs = self.geometry.freqs
-        turn = None if freqs is None else turns(step.positions, freqs, self.geometry.factor)
+        x, turn = self.embedded(step.tokens, step.positions), self.turned(step.positions)
         last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
+        x = self.through(range(last), x, turn, step, pool)
+        layer = self.layers[last]
+        normed = layer.attn_norm(x)
+        attended = layer.attention(normed, turn, step, *pool.layer(last))
+        # nobody reads the other tokens any more: their K and V are written
+        x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
+        return self.head(self.norm(layer.finish(x, normed, attended))).to(torch.float32)
+
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The stream as it enters the first layer, [T, C]."""
+        x = F.embedding(tokens, self.embed)
+        if self.positions is not None:
+            x += F.embedding(positions, self.positions)
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+    def turned(self, positions: Tensor) -> Tensor | None:
+        freqs = self.geometry.freqs
+        return None if freqs is None else turns(positions, freqs, self.geometry.factor)
+
+    def through(self, layers: range, x: Tensor, turn: Tensor | None, step: Step, pool: Pool) -> Tensor:
+        """The stream behind some of the layers. It is changed in place."""
+        for index in layers:
+            layer = self.layers[index]
             normed = layer.attn_norm(x)
-            attended = layer.attention(normed, turn, step, *pool.layer(index))
-            if index == last:  # nobody reads the other tokens any more: their K and V are written
-                x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
-            x = layer.finish(x, normed, attended)
-        return self.head(self.norm(x)).to(torch.float32)
+            x = layer.finish(x, normed, layer.attention(normed, turn, step, *pool.layer(index)))
+        return x
+
+    def store(self, index: int, x: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes the K and V that one layer makes of the stream before it; nothing is attended to."""
+        layer = self.layers[index]
+        layer.take_apart(layer.attn_norm(x), turn, slots, k, v)
 
 
 class _Layer:
@@ -104,14 +122,18 @@ class _Layer:
             self.qk_norm = torch.cat((weights.q_norm.weight.expand(self.heads, -1), weights.k_norm.weight.expand(self.kv_heads, -1)))
 
     def attention(self, normed: Tensor, turn: Tensor | None, step: Step, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        q, turned = self.take_apart(normed, turn, step.slots, k_pool, v_pool)
+        return step.attend(q, turned, k_pool, v_pool).flatten(1)  # [T, H * D]
+
+    def take_apart(self, normed: Tensor, turn: Tensor | None, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries, as they are and rotated; keys and values go to their slots."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(normed).view(-1, heads + 2 * kv_heads, self.head_dim)  # [T, H + 2K, D]
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         if self.qk_norm is not None:
             qkv[:, : heads + kv_heads] = F.rms_norm(qkv[:, : heads + kv_heads], (self.head_dim,), eps=self.eps).mul_(self.qk_norm)
-        q, turned = self.rotate_and_store(qkv, turn, step.slots, k_pool, v_pool)
-        return step.attend(q, turned, k_pool, v_pool).flatten(1)  # [T, H * D]
+        return self.rotate_and_store(qkv, turn, slots, k_pool, v_pool)
 
     def finish(self, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer, for the tokens that go on. The MLP reads the stream after attention, or beside it (parallel blocks)."""

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from pando import cli
-from pando.bench import attention, attention_calibrate
-from pando.bench.attention_bench import Bench
-from pando.bench.attention_calibrate import Sample, fit, lost, pays
-from pando.bench.attention_cases import Case, Part, read_cases
-from pando.bench.attention_clock import Clock, Limits, Work, floor_us, relay_formula, work_of
-from pando.bench.attention_report import Measured, Skipped, Table, as_json, geometric_mean, read_peers, summary
-from pando.bench.attention_scene import Scene
-from pando.bench.attention_suites import SUITES, Heads, beams, single, tree
-from pando.bench.attention_torch import ByLevels
+from pando.bench.attention import calibrate, command
+from pando.bench.attention.bench import Bench
+from pando.bench.attention.calibrate import Sample, fit, lost, pays
+from pando.bench.attention.cases import Case, Part, read_cases
+from pando.bench.attention.clock import Clock, Limits, Work, floor_us, relay_formula, work_of
+from pando.bench.attention.levels import ByLevels
+from pando.bench.attention.report import Measured, Skipped, Table, as_json, geometric_mean, read_peers, summary
+from pando.bench.attention.scene import Scene
+from pando.bench.attention.suites import SUITES, Heads, beams, single, tree
 from pando.engine.costs import Subject, cost_of, device_name, keep_cost
 from pando.errors import InvalidOption
 from pando.kv.plan import ALWAYS, NEVER, CostModel
@@ -188,8 +188,8 @@ def test_relays_formula_holds_for_one_shared_prefix_alone():
 
 
 def test_limits_are_measured_where_they_are_not_given(monkeypatch):
-    monkeypatch.setattr("pando.bench.attention_clock.COPY", 1 << 20)
-    monkeypatch.setattr("pando.bench.attention_clock.SIDES", (64,))
+    monkeypatch.setattr("pando.bench.attention.clock.COPY", 1 << 20)
+    monkeypatch.setattr("pando.bench.attention.clock.SIDES", (64,))
     limits = Limits(CPU)
     assert 0 < limits.bandwidth < 100
     assert 0 < limits.rate("float32") < 1000
@@ -262,7 +262,7 @@ def test_equal_plans_have_equal_times_and_the_choice_is_told(bench, tmp_path):
 def test_a_wrong_result_is_told_and_is_the_exit_code(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(ByLevels, "attend", lambda self, q: q * math.nan)
     file = file_of(tmp_path, GIVEN)
-    assert attention.main(["--device", "cpu", "--cases", str(file), "--repeats", "1", *LIMITS]) == attention.EXIT_WRONG
+    assert command.main(["--device", "cpu", "--cases", str(file), "--repeats", "1", *LIMITS]) == command.EXIT_WRONG
     assert "WRONG: torch is not finite" in capsys.readouterr().out
 
 
@@ -278,14 +278,14 @@ def test_a_kernel_that_breaks_costs_its_own_case_alone(monkeypatch, capsys, tmp_
 
     monkeypatch.setattr(ByLevels, "attend", breaks)
     file, out = file_of(tmp_path, [GIVEN, {**GIVEN, "name": "b"}]), tmp_path / "out.json"
-    assert attention.main(["--device", "cpu", "--cases", str(file), "--repeats", "1", "--json", str(out), *LIMITS]) == attention.EXIT_WRONG
+    assert command.main(["--device", "cpu", "--cases", str(file), "--repeats", "1", "--json", str(out), *LIMITS]) == command.EXIT_WRONG
     assert "FAILED: RuntimeError: out of registers" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert ([case["name"] for case in found["cases"]], [case["failed"] for case in found["skipped"]]) == (["b"], [True])
 
 
 def test_a_case_that_does_not_fit_is_skipped_with_the_reason(bench, monkeypatch):
-    monkeypatch.setattr("pando.bench.attention_bench.free_memory", lambda device: 1000)
+    monkeypatch.setattr("pando.bench.attention.bench.free_memory", lambda device: 1000)
     found = bench.measure(CASES[0])
     assert isinstance(found, Skipped) and "GiB are free" in found.reason
     assert "skipped: its keys" in Table([found.name], False).line(found)
@@ -299,7 +299,7 @@ LIMITS = ("--bandwidth", "1", "--rate", "1", "--page-size", str(PAGE))
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(attention, "Clock", lambda device, repeats: Clock(device, repeats, flush=1 << 10))
+    monkeypatch.setattr(command, "Clock", lambda device, repeats: Clock(device, repeats, flush=1 << 10))
 
 
 @pytest.mark.usefixtures("quick")
@@ -328,7 +328,7 @@ def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "out.svg"
     cases = file_of(tmp_path, GIVEN)
-    assert attention.main(["--device", "cpu", "--cases", str(cases), "--repeats", "1", "--plot", str(file), *LIMITS]) == 0
+    assert command.main(["--device", "cpu", "--cases", str(cases), "--repeats", "1", "--plot", str(file), *LIMITS]) == 0
     assert "<svg" in file.read_text()
 
 
@@ -353,18 +353,18 @@ def test_a_plot_is_drawn(tmp_path):
 )
 def test_options_that_cannot_work_are_refused_before_anything_is_measured(words, complaint):
     with pytest.raises(InvalidOption) as refused:
-        attention.main(words.split())
+        command.main(words.split())
     assert complaint in str(refused.value)
 
 
 def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InvalidOption, match="needs matplotlib"):
-        attention.main(["--plot", "out.svg"])
+        command.main(["--plot", "out.svg"])
 
 
 def test_the_suites_are_listed(capsys):
-    assert attention.main(["--suite", "list"]) == 0
+    assert command.main(["--suite", "list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in SUITES)
 
@@ -440,21 +440,21 @@ def test_longer_segments_are_measured_until_sharing_is_clearly_better():
         tokens, rows = case.segments[0].tokens, len(case.rows)
         return 100.0 + tokens, 50.0 + tokens * rows
 
-    found = attention_calibrate.samples(SMALL, PAGE, measure)
+    found = calibrate.samples(SMALL, PAGE, measure)
     assert len(found) == len(asked)
-    assert {sample.rows for sample in found} == set(attention_calibrate.ROWS)
+    assert {sample.rows for sample in found} == set(calibrate.ROWS)
     many = [sample for sample in found if sample.rows == 32]
-    assert many[0].tokens == PAGE and len(many) < len(attention_calibrate.PAGES)
+    assert many[0].tokens == PAGE and len(many) < len(calibrate.PAGES)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_calibration_is_kept_for_engines_on_the_same_device(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PANDO_HOME", str(tmp_path))
     (tmp_path / "native").symlink_to(folder / "native")
-    monkeypatch.setattr(attention_calibrate, "ROWS", (2, 4))
-    monkeypatch.setattr(attention_calibrate, "PAGES", (1, 8))
+    monkeypatch.setattr(calibrate, "ROWS", (2, 4))
+    monkeypatch.setattr(calibrate, "PAGES", (1, 8))
     words = ["--device", "cpu", "--calibrate", "--heads", "9/3", "--head-size", "16", "--dtype", "float32", "--repeats", "1", *LIMITS]
-    assert attention.main(words) == 0
+    assert command.main(words) == 0
     [file] = (tmp_path / "costs").iterdir()
     assert str(file) in capsys.readouterr().out
     kept = json.loads(file.read_text())

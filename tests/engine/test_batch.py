@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from pando.engine.batch import reads_of
+from pando.engine.batch import lowering_for, reads_of
 from pando.engine.request import Request
 from pando.kernels import reference
 from pando.kernels.cpu import Lowering
@@ -161,3 +161,24 @@ def test_a_row_is_seen_anew_when_its_segment_is_cut() -> None:
         engine.step()
     assert row.view(PAGE) is not seen
     assert [(read.tokens, read.rows) for read in engine.batcher.plan.shared_reads] == [(8, (0, 1))]
+
+
+@pytest.mark.parametrize(("broken", "reason"), [(ImportError("no triton"), "cannot be imported"), (RuntimeError("no ptxas"), "no ptxas")])
+def test_a_gpu_whose_kernels_do_not_work_takes_the_definition_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: Exception, reason: str
+) -> None:
+    from pando.kernels import gpu
+
+    def fails(*given: object) -> None:
+        raise broken
+
+    monkeypatch.setattr(gpu, "probe", fails)
+    geometry = Geometry(4, 2, 64, 0.125)
+    assert lowering_for(torch.device("meta"), torch.float32, geometry, 64, None) is None
+    assert reason in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_gpu_is_not_given_pages_that_its_kernels_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
+    assert lowering_for(torch.device("meta"), torch.float32, Geometry(4, 2, 64, 0.125), 12, None) is None
+    assert "multiple of 16 tokens, not 12" in caplog.text

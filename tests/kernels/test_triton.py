@@ -218,3 +218,7 @@ def test_the_definition_agrees_with_itself_over_pages() -> None:
     assert isinstance(reads, Reads)
     assert read.slots.tolist() == [12, 13, 14, 15, 4, 5]
     assert (read.first, read.queries.tolist(), read.shifts.tolist()) == (2, [0, 1], [0, 5])
+
+
+def test_a_first_try_shows_that_the_kernels_work(gpu: ModuleType) -> None:
+    gpu.probe(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 64)

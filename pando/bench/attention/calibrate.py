@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kv.plan import DEFAULT, CostModel
-from .attention_cases import Case
-from .attention_report import number
-from .attention_suites import Heads, single
-from .measure import columns
+from ...kv.plan import DEFAULT, CostModel
+from ..measure import columns
+from .cases import Case
+from .report import number
+from .suites import Heads, single
 
 ROWS = (2, 3, 4, 8, 16, 32, 64)
 PAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # lengths of the shared segment

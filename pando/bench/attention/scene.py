@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from ..engine.batch import reads_of
-from ..kernels import reference
-from ..kernels.reads import Reads
-from ..kernels.reference import Geometry, Read
-from ..kv.plan import CostModel, Plan, RowView, plan
-from ..kv.segment import Placement, Segment
-from ..model.load import DTYPES
-from .attention_cases import DTYPES as SIZES
-from .attention_cases import Case
+from ...engine.batch import reads_of
+from ...kernels import reference
+from ...kernels.reads import Reads
+from ...kernels.reference import Geometry, Read
+from ...kv.plan import CostModel, Plan, RowView, plan
+from ...kv.segment import Placement, Segment
+from ...model.load import DTYPES
+from .cases import DTYPES as SIZES
+from .cases import Case
 
 CHECKED = 8  # rows compared with fp64, where a case has more
 

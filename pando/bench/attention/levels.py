@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_scene import Scene
+from .scene import Scene
 
 Flash = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v [B, H, n, D] to out, and lse [B, H, n] to base e
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..model.load import DTYPES
-from .attention_cases import DTYPES as SIZES
-from .attention_cases import Case
-from .measure import interleave
+from ...model.load import DTYPES
+from ..measure import interleave
+from .cases import DTYPES as SIZES
+from .cases import Case
 
 FLUSH = 256 << 20  # bytes written before each run, so that it finds nothing in a cache
 WARM_UPS = 3

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from .attention_cases import Case, Part
+from .cases import Case, Part
 
 FEATURED = (
     *((32, 1024, 64), (32, 2048, 128), (32, 4096, 128), (64, 8192, 128), (256, 2048, 128), (256, 8192, 128), (256, 16384, 128)),

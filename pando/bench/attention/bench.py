@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batch import Lower, lowering_for
-from ..engine.costs import cost_of, default_cost, device_name
-from ..kernels import native
-from ..kernels.cpu import Lowering
-from ..kernels.native import Library
-from ..kernels.reads import Reads
-from ..kernels.reference import Geometry
-from ..kv.plan import ALWAYS, NEVER, CostModel
-from ..model.load import DTYPES, free_memory
-from .attention_cases import Case
-from .attention_clock import Clock, Limits, relay_formula
-from .attention_report import Measured, Skipped
-from .attention_scene import Scene, pool_bytes, relative_error
-from .attention_torch import ByLevels, Unfit
+from ...engine.batch import Lower, lowering_for
+from ...engine.costs import cost_of, default_cost, device_name
+from ...kernels import native
+from ...kernels.cpu import Lowering
+from ...kernels.native import Library
+from ...kernels.reads import Reads
+from ...kernels.reference import Geometry
+from ...kv.plan import ALWAYS, NEVER, CostModel
+from ...model.load import DTYPES, free_memory
+from .cases import Case
+from .clock import Clock, Limits, relay_formula
+from .levels import ByLevels, Unfit
+from .report import Measured, Skipped
+from .scene import Scene, pool_bytes, relative_error
 
 ROOM = 0.8  # of the free memory, that the keys and values of a case may take
 FLAT, SHARED, AUTO, TORCH = "flat", "shared", "auto", "torch"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..errors import InvalidOption
+from ...errors import InvalidOption
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 SHORT = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}

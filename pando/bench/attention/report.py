@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..errors import InvalidOption
+from ...errors import InvalidOption
 
 BAR = 0.26  # width, where cases are 1 apart
 CASE_INCHES, HEIGHT, NARROWEST, WIDEST = 0.55, 5.0, 6.0, 60.0

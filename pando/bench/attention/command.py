@@ -14,19 +14,19 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
-from ..config import EngineConfig, Parser
-from ..engine.costs import Subject, default_cost, device_name, keep_cost
-from ..errors import InvalidOption
-from ..model.load import choose_device
-from ..model.shelf import Shelf
-from . import attention_calibrate as calibration
-from .attention_bench import Bench
-from .attention_cases import DTYPES, SHORT, Case, read_cases
-from .attention_clock import Clock, Limits
-from .attention_report import Measured, Skipped, Table, as_json, draw, read_peers, summary
-from .attention_suites import DEFAULT_MODEL, GQA, SUITES, Heads
-from .attention_torch import Unfit
+from ... import __version__
+from ...config import EngineConfig, Parser
+from ...engine.costs import Subject, default_cost, device_name, keep_cost
+from ...errors import InvalidOption
+from ...model.load import choose_device
+from ...model.shelf import Shelf
+from . import calibrate as calibration
+from .bench import Bench
+from .cases import DTYPES, SHORT, Case, read_cases
+from .clock import Clock, Limits
+from .levels import Unfit
+from .report import Measured, Skipped, Table, as_json, draw, read_peers, summary
+from .suites import DEFAULT_MODEL, GQA, SUITES, Heads
 
 EXIT_WRONG, EXIT_INTERRUPT = 1, 130
 REPEATS = 30
@@ -171,7 +171,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if file is not None and not file.parent.is_dir():
             raise InvalidOption(f"{flag} {file}: there is no folder {file.parent}")
     if arguments.plot:
-        from . import plot
+        from .. import plot
 
         plot.check(arguments.plot)
     if arguments.calibrate and (arguments.json or arguments.plot or arguments.peers or arguments.match):

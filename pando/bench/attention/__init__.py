@@ -1,0 +1,1 @@
+"""`pando bench attention`: attention alone, over plans that anyone can bring."""

@@ -1,0 +1,139 @@
+"""Schemas through `LLM`: from PML to answers, and what of it is in the cache."""
+
+import threading
+
+import pytest
+
+from pando import Prompt
+from pando.engine.request import Tenant
+from pando.errors import InvalidPrompt, MarkupError
+
+from ..tiny import greedy, tiny_llm, tiny_model
+
+SCHEMA = """
+<schema name="tour">
+  You show people around.
+  <module name="paris">Paris has a tower, a river and very many cats.</module>
+  <module name="rome">Rome has a forum, and the cats are larger there.</module>
+  <union>
+    <module name="short">Answer in one word.</module>
+    <module name="long">Answer at some length, and with care.</module>
+  </union>
+</schema>
+"""
+BOTH = '<prompt schema="tour"><paris/><rome/><short/> Where are the cats?</prompt>'
+
+
+def test_a_prompt_of_modules_is_answered_and_says_what_was_reused() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(SCHEMA)
+    first, again = (llm.generate(Prompt(BOTH), greedy(6))[0] for _ in range(2))
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens >= len(again.prompt_token_ids) - 8
+    assert again.reuse.modules > 0, "the second module had not seen the first"
+    text = llm.tokenizer.decode(again.prompt_token_ids)
+    assert text.startswith("You show people around.Paris has a tower") and text.endswith("Where are the cats?")
+
+
+def test_modules_are_encoded_when_they_are_first_asked_for_or_at_once() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(SCHEMA)
+    tenant = Tenant(llm.config.cache_salt.encode())
+    assert {fact.state for fact in llm.schemas.facts("tour", tenant)} == {"not encoded"}
+    llm.generate(Prompt('<prompt schema="tour"><rome/> Hello</prompt>'), greedy(2))
+    states = {fact.path: (fact.state, fact.uses) for fact in llm.schemas.facts("tour", tenant)}
+    assert states["rome"] == ("cached", 1)
+    assert states["paris"] == ("not encoded", 0)
+    llm.schemas.add(SCHEMA, eager=True)
+    facts = llm.schemas.facts("tour", tenant)
+    assert {fact.state for fact in facts} == {"cached"}
+    rome = next(fact for fact in facts if fact.path == "rome")
+    token = llm.engine.pool.nbytes // (llm.engine.pages.count * 4)
+    assert (rome.tokens, rome.bytes) == (48, 48 * token)
+    steps = llm.engine.steps
+    llm.schemas.add(SCHEMA, eager=True)
+    assert llm.engine.steps == steps, "registering the same schema again is free"
+
+
+def test_a_changed_module_is_encoded_again_and_nothing_else() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(SCHEMA, eager=True)
+    other = SCHEMA.replace('name="tour"', 'name="tour2"').replace("very many cats", "few cats")
+    before = llm.engine.totals.tokens
+    llm.schemas.add(other, eager=True)
+    assert llm.engine.totals.tokens - before == len("few cats."), "even of the changed module, what is before the change is known"
+
+
+def test_a_prompt_in_a_batch_of_others_answers_the_same() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(SCHEMA)
+    prompts = [Prompt(BOTH), "plain", Prompt('<prompt schema="tour"><rome/><paris/></prompt>'.replace("<rome/><paris/>", "<rome/>Hm"))]
+    alone = []
+    for prompt in prompts:
+        fresh = tiny_llm()
+        fresh.schemas.add(SCHEMA)
+        alone.append(fresh.generate(prompt, greedy(6))[0].outputs[0].token_ids)
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(6))] == alone
+
+
+def test_streams_answers_and_logprobs_do_not_know_of_modules() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(SCHEMA)
+    output = llm.generate(Prompt(BOTH), greedy(5, n=2, logprobs=2))[0]
+    assert len(output.outputs) == 2 and len(output.outputs[0].logprobs or []) == 5
+    assert [event.token for event in llm.stream(Prompt(BOTH), greedy(5))] == output.outputs[0].token_ids
+
+
+def test_a_schema_that_is_removed_is_unknown_and_what_was_asked_before_finishes() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(SCHEMA)
+    stream = llm.stream(Prompt(BOTH), greedy(6))
+    assert llm.schemas.remove("tour") and not llm.schemas.remove("tour")
+    assert len(list(stream)) == 6
+    with pytest.raises(MarkupError, match="unknown schema 'tour'"):
+        llm.generate(Prompt(BOTH))
+    with pytest.raises(InvalidPrompt, match="there is no schema 'tour'"):
+        llm.schemas["tour"]
+
+
+def test_of_two_registrations_of_one_name_at_the_same_moment_one_stays() -> None:
+    llm = tiny_llm()
+    texts = [SCHEMA.replace("very many", f"{n}") for n in range(8)]
+    failures: list[str] = []
+
+    def add(text: str) -> None:
+        try:
+            llm.schemas.add(text)
+        except MarkupError as error:
+            failures.append(str(error))
+
+    threads = [threading.Thread(target=add, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 7 and all("in use by a schema of other content" in failure for failure in failures)
+    assert llm.schemas.names() == ["tour"]
+
+
+def test_a_model_whose_positions_are_learned_takes_the_fixed_layout() -> None:
+    llm = tiny_llm(tiny_model(positions="learned"))
+    assert llm.schemas.add(SCHEMA).layout == "fixed"
+    assert llm.generate(Prompt('<prompt schema="tour"><rome/> Hello</prompt>'), greedy(3))[0].outputs[0].token_ids
+    with pytest.raises(MarkupError, match="compact"):
+        llm.schemas.add(SCHEMA.replace('name="tour"', 'name="other" layout="compact"'))
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+def test_the_whole_of_a_causal_schema_is_the_plain_prompt(positions: str) -> None:
+    llm = tiny_llm(tiny_model(positions=positions))
+    llm.schemas.add(
+        '<schema name="s" layout="fixed" encode="causal">'
+        'One. <module name="a">Two, three.</module><module name="b"> Four.</module></schema>'
+    )
+    output = llm.generate(Prompt('<prompt schema="s"><a/><b/> And five?</prompt>'), greedy(12))[0]
+    plain = tiny_llm(llm.engine.model).generate("One. Two, three. Four. And five?", greedy(12))[0]
+    assert output.prompt_token_ids == plain.prompt_token_ids
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.reuse.modules == 0
