@@ -8,6 +8,7 @@
     │   ├── PromptTooLong        more tokens than the context holds
     │   ├── InvalidPrompt        not text, not tokens of this model, or not a conversation its template accepts
     │   ├── MarkupError          PML, or a function that becomes PML, that means nothing; knows the place
+    │   │   └── SchemaExists       the name is in use by a schema of other content
     │   ├── InvalidSampling      sampling values that mean nothing
     │   ├── InvalidOption        an engine or command-line option that cannot work
     │   ├── PoolTooSmall         one request needs more pages than there are
@@ -62,6 +63,10 @@ class MarkupError(InputError):
         start = max(0, min(self.column - 1 - width // 2, len(self.text) - width))
         before = "".join("\t" if char == "\t" else " " for char in self.text[start : self.column - 1])
         return f"{self}\n    {self.text[start : start + width]}\n    {before}^"
+
+
+class SchemaExists(MarkupError):
+    pass
 
 
 class InvalidSampling(InputError):

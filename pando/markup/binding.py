@@ -73,7 +73,7 @@ class _Walk:
     position: int = 0
     history: list[str] = field(default_factory=list)  # of roles
     closed: str | None = None  # the role that ends where we are
-    open_roles: list[Role] = field(default_factory=list)
+    open_role: tuple[str, Role] | None = None  # of the prompt
     new_at: Place | None = None  # the new text behind the last run of the schema
 
     def prompt(self, steps: Sequence[Step]) -> None:
@@ -84,8 +84,7 @@ class _Walk:
         self._scope(self.schema.outline.root, steps)
         if self.closed == "user":  # the answer is the assistant's
             self._go_to_end()
-            role = self.schema.roles.role(tuple(self.history), "assistant", False, self.at)
-            self._place(Run(role.before, self.position), NEW)
+            self._place(Run(self.schema.roles.answer(tuple(self.history), self.at), self.position), NEW)
 
     def _states(self) -> Mapping[Words, Run]:
         """The joint states of every scaffold whose modules are all imported; of two that share a module, the first."""
@@ -134,6 +133,9 @@ class _Walk:
                 self._always(item.items, item)
 
     def _words(self, words: Words, module: Module) -> None:
+        if words.roles and self.open_role is not None:
+            at, what = self.reading.imported.get(module, self.at), f"<{module.name}>" if module.name else "the schema"
+            raise at.wrong(f"{what} has <{words.roles[0]}>, and stands here inside <{self.open_role[0]}>; move it out, roles do not nest")
         self.history += words.roles
         home = self.schema.laid.home.get(words)
         if home is not None:
@@ -168,11 +170,12 @@ class _Walk:
             bare = not self.placed or (len(self.placed) == 1 and self.placed[0].run.tokens == self.schema.tokenizer.begin)
             role = self.schema.roles.role(tuple(self.history), step.role, bare, step.at)
             self.history.append(step.role)
-            self.open_roles.append(role)
+            self.open_role = step.role, role
             self._place(Run(role.before, self.position), NEW)
-        else:
-            self._place(Run(self.open_roles.pop().after, self.position), NEW)
-            self.closed = self.history[-1]
+        elif self.open_role is not None:
+            name, role = self.open_role
+            self._place(Run(role.after, self.position), NEW)
+            self.closed, self.open_role = name, None
 
     def _place(self, run: Run, name: str, blank: bool = False) -> None:
         self.closed = None

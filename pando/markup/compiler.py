@@ -103,8 +103,9 @@ class Compiler:
         self.params = self._annotated()
 
     def wrong(self, message: str, node: ast.AST | None = None) -> MarkupError:
-        line, column = (self._line, 1) if node is None else (getattr(node, "lineno", self._line), getattr(node, "col_offset", 0) + 1)
-        return self._source.wrong(message, line, column)
+        line = getattr(node, "lineno", self._line)
+        before = linecache.getline(self._file, line).encode()[: getattr(node, "col_offset", 0)]  # which Python counts in bytes
+        return self._source.wrong(message, line, len(before.decode(errors="ignore")) + 1)
 
     def _definition(self) -> ast.FunctionDef:
         if self._source.text:
@@ -190,7 +191,7 @@ class Compiler:
         known = self._constants(constants)
         if why := unplain(node, known):
             raise self.wrong(f"{why[:60]!r} is neither an argument nor a constant; only these can be compiled", node)
-        return evaluated(node, known)
+        return self._worked(node, known)
 
     def _constants(self, loops: Values) -> Values:
         """The names that mean the same in every call."""
@@ -202,19 +203,18 @@ class Compiler:
         if why := unplain(node, {*self._arguments, *known}):
             raise self.wrong(f"{why[:60]!r} cannot be compiled; use arguments, constants, comparisons, and, or, not", node)
 
-        def test(values: Values) -> object:
-            try:
-                return evaluated(node, {**known, **values, **constants})
-            except Exception as error:  # whatever comparing two of the caller's values raises
-                raise self.wrong(
-                    f"{ast.unparse(node)[:60]!r} cannot be worked out: {error}; give arguments that can be compared", node
-                ) from error
+        return lambda values: self._worked(node, {**known, **values, **constants})
 
-        return test
+    def _worked(self, node: ast.expr, values: Values) -> Any:
+        try:
+            return evaluated(node, values)
+        except Exception as error:  # whatever comparing two of the caller's values raises
+            shown = ast.unparse(node)[:60]
+            raise self.wrong(f"{shown!r} cannot be worked out: {error}; give it values that can be compared", node) from error
 
     def _if(self, node: ast.If, constants: Values, modules: _Names, slots: _Names | None) -> Iterator[Node]:
         if unplain(node.test, constants) is None:  # the same in every prompt: a condition on the variable of a loop
-            yield from self._block(node.body if evaluated(node.test, constants) else node.orelse, constants, modules, slots)
+            yield from self._block(node.body if self._worked(node.test, constants) else node.orelse, constants, modules, slots)
             return
         arms: list[tuple[Callable[[Values], object], Module]] = []
         rest: list[ast.stmt] = [node]

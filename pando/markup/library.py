@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
-from ..errors import MarkupError
+from ..errors import MarkupError, SchemaExists
 from .binding import Bound, bind
 from .outline import near
 from .pml import DEFAULT_LIMITS, Element, Limits, parse
@@ -31,7 +31,7 @@ class Library:
         with self._lock:
             here = self._schemas.setdefault(made.name, made)
         if here.digest != made.digest:
-            raise element.wrong(f"the name {made.name!r} is in use by a schema of other content; remove that one, or choose another name")
+            raise _exists(element, made.name)
         return here
 
     def remove(self, name: str) -> Schema | None:
@@ -61,3 +61,8 @@ class Library:
         with self._lock:
             known = list(self._schemas)
         return element.wrong(f"unknown schema {name[:60]!r}{near(name, known) or '; add it first'}")
+
+
+def _exists(element: Element, name: str) -> SchemaExists:
+    wrong = element.wrong(f"the name {name!r} is in use by a schema of other content; remove that one, or choose another name")
+    return SchemaExists(wrong.message, wrong.file, wrong.line, wrong.column, wrong.text)

@@ -67,7 +67,7 @@ class Reader:
         self._sources = Sources(directory, limits.bytes)
         self._roles = Roles(tokenizer)
         self._placeholders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
-        self._digest = hashlib.sha256()
+        self._facts: list[str] = []  # all that the schema says
 
     def outline(self, element: Element) -> Outline:
         if element.name != "schema":
@@ -89,7 +89,7 @@ class Reader:
         if order == "free":
             _only_opens(root)
         found = tuple((self._scaffold(child, root), child.at) for child in scaffolds)
-        return Outline(name, layout, encode, order, root, found, self._digest.digest(), element.at)
+        return Outline(name, layout, encode, order, root, found, self._digest(), element.at)
 
     def _layout(self, element: Element) -> Layout:
         layout: Layout = choice(element, "layout", get_args(Layout), "compact" if self._movable else "fixed")
@@ -153,11 +153,11 @@ class Reader:
     def _nested(self, items: list[Item | _Draft], element: Element, scope: _Scope, history: list[str], opens: bool) -> None:
         checked(element, "name", "src", "cache", "encode")
         name = named(element) if "name" in element.attributes else ""
-        inner = replace(
-            scope,
+        inner = _Scope(
             path=f"{scope.path}/{name}" if scope.path and name else name or scope.path,
             encode=choice(element, "encode", get_args(Encode), scope.encode),
             cached=choice(element, "cache", ("true", "false"), "true" if scope.cached else "false") == "true",
+            in_role=scope.in_role,
             takes=scope.takes or bool(name),
         )
         if "src" in element.attributes:
@@ -235,15 +235,16 @@ class Reader:
         return tuple(module for path, module in known.items() if path in wanted)
 
     def _note(self, *facts: str) -> None:
-        for fact in facts:
-            data = fact.encode()
-            self._digest.update(len(data).to_bytes(8, "little") + data)
+        self._facts += facts
+
+    def _digest(self) -> bytes:
+        return hashlib.sha256("".join(f"{len(fact)}:{fact}" for fact in self._facts).encode()).digest()
 
 
 def _add(items: list[Item | _Draft], tokens: Sequence[int], at: Place, opens: str | None = None, closes: str | None = None) -> None:
     """Words that nothing stands between are one."""
     if not items or not isinstance(last := items[-1], _Draft):
-        if not tokens and not opens:
+        if not tokens and not opens and not closes:
             return
         items.append(last := _Draft([], at, [], None))
     last.tokens += tokens
@@ -264,7 +265,7 @@ def _misplaced(name: str, parent: str) -> str:
 
 
 def _joinable(root: Module, wanted: set[str], element: Element) -> None:
-    for module in every(root):
+    for module in (root, *every(root)):
         for union in (item for item in module.items if isinstance(item, Union)):
             if len(both := [member.path for member in union.members if member.path in wanted]) > 1:
                 raise element.wrong(
@@ -274,7 +275,7 @@ def _joinable(root: Module, wanted: set[str], element: Element) -> None:
 
 def _only_opens(root: Module) -> None:
     for item in root.items[1:]:
-        if isinstance(item, Words) or (isinstance(item, Module) and not item.name):
+        if (isinstance(item, Words) and item.tokens) or (isinstance(item, Module) and not item.name):
             raise item.at.wrong(
                 'text behind a module in a schema of order="free", where text may only open the schema; move it up, or into the prompt'
             )

@@ -1,5 +1,6 @@
 """What the language asks of a tokenizer, and roles cut from the model's own chat template."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,8 +31,8 @@ class Tokenizer(Protocol):
     def template(self, text: str) -> list[int]:
         """The names of special tokens mean those tokens; nothing is added."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation as the model's own template writes it, without the beginning of an answer."""
+    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """A conversation as the model's own template writes it, with or without the beginning of an answer."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Roles:
         self._tokenizer = tokenizer
         self.cuts = 0  # how often the template was asked
         self._known: dict[tuple[str, ...], Role] = {}
-        self._rendered: dict[tuple[str, ...], str] = {}
+        self._rendered: dict[tuple[tuple[str, ...], bool], str] = {}
 
     def role(self, history: tuple[str, ...], name: str, opens: bool, at: Place) -> Role:
         """`history`: the roles before it. `opens`: nothing at all stands before it, so that it gets what the template starts with. Without
@@ -57,9 +58,17 @@ class Roles:
         if not history and not opens and name != "system":
             history = ("user", "assistant") if name == "user" else ("user",)
         path = (*history, name)
-        if path not in self._known:
-            self._known[path] = self._cut(path, at)
-        return self._known[path]
+        found = self._known.get(path)
+        if found is None:
+            found = self._known[path] = self._cut(path, at)
+        return found
+
+    def answer(self, history: tuple[str, ...], at: Place) -> tuple[int, ...]:
+        """What the template writes behind a conversation to make the assistant speak."""
+        text, written = self._render(history, at, answer=True), self._written(history, at)
+        if not text.startswith(written):
+            raise _uncut(history, at, "what it has written before changes with the answer")
+        return tuple(self._tokenizer.template(text[len(written) :])) if len(text) > len(written) else ()
 
     def _cut(self, path: tuple[str, ...], at: Place) -> Role:
         if len(path) > MAX_ROLES:
@@ -69,19 +78,18 @@ class Roles:
             self._rendered.clear()
         self.cuts += 1
         text, place = self._whole(path, at)
-        before = text[:place]
+        before, after = text[:place], self._after(path, at)
         if len(path) > 1:
-            marker = _marker(len(path) - 2)
-            between = before.partition(marker)[2]
-            known = self._after(path[:-1], at)
-            if marker not in before or not between.startswith(known):
-                raise _uncut(path, at, "what it writes behind a message depends on the next one")
-            before = between[len(known) :]
+            written = self._written(path[:-1], at)
+            if not before.startswith(written):
+                raise _uncut(path, at, "what it has written before changes with this message")
+            before = before[len(written) :]
+        if _MARKER.search(before + after):
+            raise _uncut(path, at, "it repeats an earlier message")
         start = self._tokenizer.template(before) if before else []
         begin = self._tokenizer.begin
-        if begin and tuple(start[: len(begin)]) == begin:  # every prompt has them already
+        if len(path) == 1 and begin and tuple(start[: len(begin)]) == begin:  # every prompt starts with them, whatever opens it
             start = start[len(begin) :]
-        after = self._after(path, at)
         return Role(tuple(start), tuple(self._tokenizer.template(after)) if after else ())
 
     def _whole(self, path: tuple[str, ...], at: Place) -> tuple[str, int]:
@@ -100,19 +108,27 @@ class Roles:
                 break
         raise failure or _uncut(path, at, "it leaves out or repeats the message")
 
+    def _written(self, path: tuple[str, ...], at: Place) -> str:
+        text, place = self._whole(path, at)
+        return text[:place] + _marker(len(path) - 1) + self._after(path, at)
+
     def _after(self, path: tuple[str, ...], at: Place) -> str:
         text, place = self._whole(path, at)
         after = text[place + len(_marker(len(path) - 1)) :]
         return after.partition(_marker(len(path)))[0]
 
-    def _render(self, path: tuple[str, ...], at: Place) -> str:
-        if path not in self._rendered:
+    def _render(self, path: tuple[str, ...], at: Place, answer: bool = False) -> str:
+        found = self._rendered.get((path, answer))
+        if found is None:
             messages = [{"role": role, "content": _marker(i)} for i, role in enumerate(path)]
             try:
-                self._rendered[path] = self._tokenizer.chat(messages)
+                found = self._rendered[path, answer] = self._tokenizer.chat(messages, add_generation_prompt=answer)
             except PandoError as error:
                 raise at.wrong(f"<{path[-1]}> behind {_told(path[:-1])}: {error}") from error
-        return self._rendered[path]
+        return found
+
+
+_MARKER = re.compile("PandoMarks[0-9]+Here")
 
 
 def _marker(index: int) -> str:

@@ -1,12 +1,15 @@
 """Every error of the language: its place, what was found, and what would be right."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from pando.errors import MarkupError
 from pando.markup import layout
+from pando.markup.binding import bind
 from pando.markup.library import Library
+from pando.markup.pml import Limits
 
 from .toy import Toy, prompt, schema
 
@@ -266,8 +269,6 @@ def test_a_src_beside_content_is_refused(directory):
 
 
 def test_the_files_of_a_schema_are_limited_together(tmp_path):
-    from pando.markup.pml import Limits
-
     (tmp_path / "a").write_text("x" * 150)
     assert schema(inside("<module name='a' src='a'/>"), directory=tmp_path, limits=Limits(bytes=200))
     two = inside("<module name='a' src='a'/><module name='b' src='a'/>")
@@ -328,14 +329,10 @@ def test_nothing_is_half_registered(library):
 
 def test_a_prompt_of_another_schema_is_an_error():
     with pytest.raises(MarkupError, match="made from schema 'other', and this is 's'; name that one"):
-        from pando.markup.binding import bind
-
         bind(TRIP, "<prompt schema='other'/>")
 
 
 def test_of_two_registrations_of_one_name_at_the_same_moment_one_wins(library):
-    from concurrent.futures import ThreadPoolExecutor
-
     def add(number):
         try:
             return library.add(inside(f"number {number % 4}"))

@@ -160,6 +160,7 @@ def test_too_many_elements_are_refused():
 def test_long_names_and_values_are_refused():
     assert "a name of 300 characters; at most 256" in refused(f"<{'n' * 300}/>").message
     assert "a name of 300 characters; at most 256" in refused(f'<a {"n" * 300}="1"/>').message
+    assert parse(f'<{"n" * 256} b="{"v" * 300}"/>').name == "n" * 256
     assert "the value of b has 11 characters; at most 10" in refused('<a b="12345678901"/>', value=10).message
 
 

@@ -90,7 +90,10 @@ def test_cache_false_is_computed_with_the_request():
     assert shown(bound) == [("O", 0), ("{AN}", 1), ("B", 3)], "what is nested in it, too"
     assert bound.names == ("(opening)", "a + a/n", "b")
     assert (bound.module_tokens, bound.new_tokens) == (2, 2)
-    assert "A" not in [spelt(run.tokens) for run in known.stored]
+    assert [spelt(run.tokens) for run in known.stored] == ["O", "B"]
+    assert [(part.path, part.cached, part.tokens, len(part.runs)) for part in known.modules] == [
+        *[("(opening)", True, 1, 1), ("a", False, 1, 0), ("a/n", False, 1, 0), ("b", True, 1, 1)],
+    ]
 
 
 def test_src_is_read_below_the_directory_as_it_is(tmp_path):
@@ -148,6 +151,10 @@ def test_fixed_text_that_does_not_fit_is_an_error():
 
 def test_fixed_a_space_between_two_imports_without_a_hole_is_no_text():
     assert shown(prompt(cities('layout="fixed"'), "<tokyo/> <beach/>"))[1:] == [("Tokyo", 19), ("Beach", 24)]
+
+
+def test_fixed_spaces_that_fit_are_text():
+    assert shown(prompt(cities('layout="fixed"'), "<rio/>  <beach/>"))[1:] == [("Rio", 19), ("{  }", 22), ("Beach", 24)]
 
 
 def test_fixed_text_at_the_end_starts_after_the_schemas_end():

@@ -26,8 +26,9 @@ class Toy:
         parts = re.split("(" + "|".join(map(re.escape, SPECIAL)) + ")", text)
         return [token for part in parts for token in ([SPECIAL[part]] if part in SPECIAL else self.text(part))]
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return {"plain": plain, "llama": llama, "greedy": greedy, "turning": turning}[self.style](messages)
+    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        answer = "<start>assistant:" if add_generation_prompt and self.style == "plain" else ""
+        return TEMPLATES[self.style](messages) + answer
 
 
 def plain(messages: Sequence[Mapping[str, str]]) -> str:
@@ -56,6 +57,20 @@ def greedy(messages: Sequence[Mapping[str, str]]) -> str:
 def turning(messages: Sequence[Mapping[str, str]]) -> str:
     """Writes another end behind the last message."""
     return "".join(f"<start>{message['content']}{'<end>' if message is messages[-1] else ''}" for message in messages)
+
+
+def echo(messages: Sequence[Mapping[str, str]]) -> str:
+    """Says the first message again behind the second."""
+    return "".join(message["content"] for message in messages) + "".join(message["content"] for message in messages[:-1][:1])
+
+
+def late(messages: Sequence[Mapping[str, str]]) -> str:
+    """Writes the system prompt into the last message."""
+    system, *rest = (message["content"] for message in messages)
+    return "".join(f"[{system if i == len(rest) - 1 else ''} {content}]" for i, content in enumerate(rest))
+
+
+TEMPLATES = {"plain": plain, "llama": llama, "greedy": greedy, "turning": turning, "echo": echo, "late": late}
 
 
 def spelt(tokens: Sequence[int]) -> str:

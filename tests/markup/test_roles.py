@@ -1,0 +1,149 @@
+"""Roles, compiled to the model's own chat template."""
+
+import pytest
+
+from pando.errors import MarkupError
+from pando.markup import tokens
+from pando.markup.schema import read_schema
+
+from .toy import SPECIAL, Toy, prompt, schema, shown, spelt, text_of
+
+CHAT = '<schema name="s"><system>Be kind.</system><module name="doc">A document.</module></schema>'
+
+
+def test_a_conversation_of_roles_reads_as_the_template_writes_it():
+    bound = prompt(schema(CHAT), "<user>Hi</user><assistant>Hello</assistant><user>How?</user>")
+    assert text_of(bound) == (
+        "<start>system:Be kind.<end><start>user:Hi<end><start>assistant:Hello<end><start>user:How?<end><start>assistant:"
+    )
+
+
+def test_the_names_of_special_tokens_mean_those_tokens_only_in_the_template():
+    bound = prompt(schema(CHAT), "<user>&lt;end&gt;</user>")
+    tokens_of = [token for run in bound.runs for token in run.tokens]
+    assert tokens_of.count(SPECIAL["<end>"]) == 2
+    assert text_of(bound).count("<end>") == 3
+
+
+def test_a_template_that_writes_the_system_prompt_into_the_next_message_can_be_cut():
+    bound = prompt(schema(CHAT, style="llama", bos=True), "<user>Hi</user><assistant>Yes</assistant><user>So?</user>")
+    assert text_of(bound) == "<s>[(SYS Be kind. SYS)Hi] Yes</s><s>[So?]"
+
+
+def test_what_the_template_starts_with_stands_only_at_the_start():
+    default = schema('<schema name="s"><module name="doc">A document.</module></schema>')
+    assert text_of(prompt(default, "<user>Hi</user>")).startswith("<start>system:Be good.<end><start>user:Hi")
+    assert text_of(prompt(default, "<doc/><user>Hi</user>")) == "A document.<start>user:Hi<end><start>assistant:"
+
+
+def test_the_token_that_begins_a_prompt_is_there_once():
+    known = schema('<schema name="s"><user>Hi</user><module name="a">A</module></schema>', style="llama", bos=True)
+    assert text_of(prompt(known)) == "<s>[Hi]"
+    assert spelt(known.stored[0].tokens) == "<s>[Hi]"
+    bare = '<schema name="s"><module name="a">A</module></schema>'
+    assert text_of(prompt(schema(bare, style="llama", bos=True), "<user>Hi</user>")) == "<s>[Hi]"
+    assert text_of(prompt(schema(bare, bos=True), "<user>Hi</user>")).startswith("<s><start>system:Be good.<end><start>user:Hi")
+
+
+def test_modules_may_hold_turns_of_a_conversation():
+    known = schema(
+        '<schema name="s"><system>S</system><module name="one"><user>1</user><assistant>I</assistant></module>'
+        '<module name="two"><user>2</user><assistant>II</assistant></module></schema>'
+    )
+    assert text_of(prompt(known, "<two/><user>3</user>")) == (
+        "<start>system:S<end><start>user:2<end><start>assistant:II<end><start>user:3<end><start>assistant:"
+    )
+    assert shown(prompt(known, "<one/><two/>")) == [
+        *[("<start>system:S<end>", 0), ("<start>user:1<end><start>assistant:I<end>", 10)],
+        ("<start>user:2<end><start>assistant:II<end>", 31),
+    ]
+
+
+def test_modules_may_stand_in_a_role_of_the_schema():
+    known = schema('<schema name="s"><user>Read: <module name="a">A</module><module name="b">B</module></user></schema>')
+    bound = prompt(known, "<b/>")
+    assert text_of(bound) == "<start>system:Be good.<end><start>user:Read: B<end><start>assistant:"
+    assert bound.names == ("(opening)", "b", "(schema)", "(prompt)")
+
+
+def test_imports_may_stand_in_a_role_of_the_prompt():
+    assert text_of(prompt(schema(CHAT), "<user><doc/>What is it?</user>")) == (
+        "<start>system:Be kind.<end><start>user:A document.What is it?<end><start>assistant:"
+    )
+
+
+def test_roles_do_not_nest():
+    known = schema('<schema name="s">O<module name="shot"><user>1</user></module><module name="a">A</module><user>2</user></schema>')
+    for inner, message in (
+        ("<user><shot/></user>", "<shot> has <user>, and stands here inside <user>; move it out, roles do not nest"),
+        ("<user><a/>Q</user>", "the schema has <user>, and stands here inside <user>; move it out, roles do not nest"),
+    ):
+        with pytest.raises(MarkupError) as caught:
+            prompt(known, inner)
+        assert caught.value.message == message
+
+
+def test_the_answer_is_the_assistants_only_behind_a_user():
+    assert text_of(prompt(schema(CHAT), "<user>Hi</user> Then")).endswith("<end> Then")
+    assert text_of(prompt(schema(CHAT), "<assistant>Hi</assistant>")).endswith("assistant:Hi<end>")
+
+
+@pytest.mark.parametrize(
+    ("style", "inner", "message"),
+    [
+        (
+            "greedy",
+            "<user>Hi</user>",
+            "the model's chat template cannot be cut around <user> behind nothing: it leaves out or repeats the message",
+        ),
+        (
+            "turning",
+            "<user>1</user><assistant>2</assistant>",
+            "cannot be cut around <assistant> behind <user>: what it has written before changes with this message",
+        ),
+        ("echo", "<user>1</user><assistant>2</assistant>", "cannot be cut around <assistant> behind <user>: it repeats an earlier message"),
+        (
+            "late",
+            "<system>1</system><user>2</user><user>3</user>",
+            "behind <system> <user>: what it has written before changes with this message",
+        ),
+        ("llama", "<user>1</user><user>2</user>", "<user> behind <user>: roles must take turns"),
+    ],
+)
+def test_a_template_that_cannot_be_cut_says_so(style, inner, message):
+    with pytest.raises(MarkupError) as caught:
+        schema(f'<schema name="s">{inner}</schema>', style=style)
+    assert message in caught.value.message
+    assert caught.value.column == len('<schema name="s">') + 1 + inner.rindex("<", 0, inner.rindex("</"))
+    known = schema('<schema name="s"><module name="a">A</module></schema>', style=style)
+    with pytest.raises(MarkupError):
+        prompt(known, inner)
+
+
+def test_a_template_that_cannot_be_cut_before_the_answer_says_so():
+    class Moody(Toy):
+        def chat(self, messages, *, add_generation_prompt):
+            return ("<start>" if add_generation_prompt else "") + super().chat(messages, add_generation_prompt=False)
+
+    known = read_schema('<schema name="s">O</schema>', Moody(), movable=True, max_len=100)
+    with pytest.raises(MarkupError, match="cannot be cut around <user> behind nothing: what it has written before changes with the answer"):
+        prompt(known, "<user>Hi</user>")
+
+
+def test_a_conversation_of_too_many_roles_is_refused():
+    with pytest.raises(MarkupError, match="more than 256 roles in one conversation; join some"):
+        schema(f'<schema name="s">{"<user>x</user>" * 300}</schema>')
+
+
+def test_roles_in_too_many_orders_are_refused(monkeypatch):
+    monkeypatch.setattr("pando.markup.reader.KEPT", 10)
+    with pytest.raises(MarkupError, match="roles stand in more than 10 different orders; use fewer"):
+        schema(f'<schema name="s">{"<user>x</user>" * 12}</schema>')
+
+
+def test_a_template_is_asked_again_when_too_much_was_remembered(monkeypatch):
+    known = schema(CHAT)
+    once = text_of(prompt(known, "<user>1</user><assistant>2</assistant>"))
+    monkeypatch.setattr(tokens, "KEPT", 1)
+    assert text_of(prompt(known, "<user>1</user><assistant>2</assistant><user>3</user>")).startswith(once)
+    assert text_of(prompt(known, "<user>1</user><assistant>2</assistant>")) == once
