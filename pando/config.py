@@ -107,6 +107,14 @@ class ServerConfig:
         if_empty="name a file",
         word="FILE",
     )
+    schema: tuple[str, ...] = _option(
+        (),
+        "a file of PML whose schema all tenants may use, and whose src is read below its directory; may be given several times",
+        if_empty="name a file",
+        word="FILE",
+    )
+    schema_dir: str | None = _option(None, "a directory whose *.pml are registered like that", if_empty="name a directory", word="DIR")
+    eager_schemas: bool = _option(False, "encode these schemas at the start, for every key, and not when they are first used")
     pin_quota: int = _option(25, "percent of the KV cache that pins may hold", 0, 100)
     max_queue: int = _option(256, "requests that wait for a row; further ones are answered 429", 0, 2**20)
     request_timeout: int = _option(600, "seconds after which a request is given up", 1, 7 * 86400)

@@ -26,20 +26,22 @@ MAY_IMPORT = {
     "bench": {"__init__", "engine", "store", "model", "markup", "kv", "kernels", "config", "errors"},
     "server": {"__init__", "engine", "store", "model", "markup", "kv", "kernels", "config", "errors"},
     "chat": {"engine", "errors"},
-    "cli": {"__init__", "chat", "server", "bench", "engine", "model", "config", "errors"},
+    "schema_cli": {"engine", "model", "markup", "kv", "config", "errors"},
+    "arguments": {"__init__", "config", "errors"},
+    "cli": {"__init__", "arguments", "chat", "schema_cli", "server", "bench", "engine", "model", "config", "errors"},
     "__init__": {"engine", "errors"},
     "__main__": {"cli"},
 }
 TORCH_FREE = (
     *("kv.segment", "kv.run", "kv.tree", "kv.plan", "kv.pages"),
-    *("engine.request", "engine.pins", "engine.imports", "engine.scheduler"),
+    *("engine.request", "engine.words", "engine.pins", "engine.imports", "engine.scheduler"),
     *("markup.binding", "markup.library", "markup.layout", "markup.pml", "markup.schema"),
-    *("config", "cli", "chat", "errors"),
+    *("config", "arguments", "cli", "chat", "errors"),
 )
 BRINGS_TORCH = {"torch", "triton", "transformers", "accelerate"}
 CORE = {"kernels", "kv", "model", "engine"}  # a GPU host without the other dependencies imports these
 CORE_DEPENDENCIES = {"torch", "numpy", "triton", "safetensors", "tokenizers"}
-STDLIB_ONLY = {"errors", "config", "cli", "chat", "__init__", "__main__"}
+STDLIB_ONLY = {"errors", "config", "arguments", "cli", "chat", "__init__", "__main__"}
 RUNS_FOREIGN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SAYS_NOTHING = ("Manager", "Handler", "Base", "Mixin", "Impl", "Helper")
 SAYS_NOTHING_FILES = {"utils", "util", "helpers", "helper", "common", "misc"}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import pando
-from pando import chat, cli
+from pando import arguments, chat, cli
 from pando.config import EngineConfig, ServerConfig, load
 from pando.engine.request import CompletionOutput, RequestOutput, SamplingParams, TokenEvent
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
@@ -607,6 +607,6 @@ def test_every_engine_option_has_a_flag_and_a_sentence(option):
     value = (
         [] if option.name == "prefix_caching" else [{"device": "cpu", "dtype": "float32", "attention": "reference"}.get(option.name, "77")]
     )
-    arguments = cli.parse(["run", flag, *value, "hi"])
-    assert getattr(arguments, option.name) is not None
+    given = arguments.parse(["run", flag, *value, "hi"])
+    assert getattr(given, option.name) is not None
     assert len(option.metadata["doc"]) > 20

@@ -15,7 +15,7 @@ from typing import get_args
 import httpx
 import pytest
 
-from pando import __version__, cli
+from pando import __version__, arguments
 from pando.config import Attention, EngineConfig, ServerConfig, load_server, options
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +130,7 @@ def test_the_readme_and_ci_run_the_same_command():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_flag_named_exists(document):
-    known = flags(cli.parser()) | bench_flags()
+    known = flags(arguments.parser()) | bench_flags()
     for line in document.read_text(encoding="utf-8").splitlines():
         unknown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", line)) - known
         assert unknown == set(), line
@@ -362,11 +362,16 @@ def test_the_server_document_knows_the_limits():
     assert f"{limits.MAX_TTL_SECONDS // 86400} days" in shown
 
 
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
     from .server.live import live
 
-    with live(served_model_name=EngineConfig().model, log_prompts=True) as running:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE)  # as those of real models, it can be cut between two messages
+    with live(served_model_name=EngineConfig().model, log_prompts=True, chat_template=str(template)) as running:
         yield running
 
 

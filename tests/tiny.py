@@ -49,10 +49,16 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tiny_model(
-    seed: int = 0, *, positions: str = "rope", dtype: torch.dtype = torch.float32, max_positions: int = 512, native: bool = False
+    seed: int = 0,
+    *,
+    positions: str = "rope",
+    dtype: torch.dtype = torch.float32,
+    max_positions: int = 512,
+    native: bool = False,
+    layers: int = 2,
 ) -> Model:
     config = ModelConfig(
-        family="llama", vocab_size=VOCAB, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48,
+        family="llama", vocab_size=VOCAB, hidden_size=32, layers=layers, heads=4, kv_heads=2, head_dim=8, intermediate_size=48,
         max_positions=max_positions, positions=positions, norm="rms", norm_eps=1e-5, activation="silu", gated=True, block="sequential",
         softmax_scale=8**-0.5, rope=Rope(10000.0, 8) if positions == "rope" else None,
     )  # fmt: skip
@@ -64,12 +70,12 @@ def tiny_model(
     def norm() -> Norm:
         return Norm((1 + 0.1 * torch.randn(32, generator=make)).to(dtype), None)
 
-    layers = tuple(
+    each = tuple(
         LayerWeights(norm(), norm(), weight(64, 32), None, weight(32, 32), None, weight(96, 32), None, weight(32, 48), None, None, None)
         for _ in range(config.layers)
     )
     table = weight(max_positions, 32) if positions == "learned" else None
-    weights = Weights(weight(VOCAB, 32, scale=1.0), table, None, layers, norm(), weight(VOCAB, 32, scale=1.0), None)
+    weights = Weights(weight(VOCAB, 32, scale=1.0), table, None, each, norm(), weight(VOCAB, 32, scale=1.0), None)
     library = native_library(dtype) if native else None
     linear, ops = (functools.partial(native_linear, library), NativeOps(library)) if library else (plain_linear, None)
     decoder = Decoder(config, weights, linear, ops)

@@ -61,7 +61,7 @@ class Answer:
             stop_reason=stop,
             num_cached_tokens=row.cached or 0,
             num_prompt_tokens=len(row.prompt),
-            reuse=Reuse(row.cached or 0, row.miss, row.foreign),
+            reuse=Reuse(row.cached or 0, row.miss, row.foreign - row.repaired, row.repaired),
             waited=row.waited,
             prompt_logprobs=row.scored,
         )

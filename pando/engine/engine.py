@@ -28,6 +28,8 @@ from .batch import Batcher, lowering_of
 from .costs import cost_of, default_cost, device_name
 from .imports import find, in_place, wants
 from .pins import Pin, Pins
+from .repair import Repairer, check_gaps, check_share
+from .repair import key as repair_key
 from .request import Request, Tenant, TokenEvent
 from .sampler import Chosen, Sampler, check
 from .scheduler import Row, Schedule, Scheduler
@@ -103,6 +105,7 @@ class Engine:
         )
         lower = lowering_of(model, config.page_size, use_reference=config.attention == "reference")
         self.batcher = Batcher(model.decoder.geometry, config.page_size, model.device, lower, cost=_cost(model, config.attention))
+        self.repairer = Repairer(model.decoder, self.pool, lower)
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
@@ -123,20 +126,28 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
         params = request.params
+        check_share(request.repair)
         before, own, at = self._apart(request)
         imported = [token for run in before for token in run.tokens]
         prompt = [*imported, *own]
         self._check_prompt(prompt, at + len(own))
         check(params, self.model.config.vocab_size)
-        last = self._last(own, params.max_tokens, at, sum(self.pages.needed(len(run)) for run in before))
+        last = self._last(own, params.max_tokens, at, self._pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         tenant = root_key(self.model.digest, request.tenant.salt)
         lineage = self._lineage(request.tenant, request.public)
-        if before:
-            lineage = Lineage.of(context_key(tenant, in_place(before), at))
-            self.owners[lineage.owner] = request.tenant.owner
-        trace = [] if before else self._trace(prompt, request.tenant.owner)
         asked, eos = wants(tenant, before, self.pages.page_size), self._eos
+        self.owners.update((want.lineage.owner, request.tenant.owner) for want in asked)
+        foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
+        repair = request.repair if foreign else 0.0
+        if before:
+            lineage = Lineage.of(repair_key(tenant, before, repair) if repair else context_key(tenant, in_place(before), at))
+            self.owners[lineage.owner] = request.tenant.owner
+        if repair:  # the row of a plain prompt, but for where its states come from
+            check_gaps(before, at)
+            asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
+            last, at, imported = self._last(prompt, params.max_tokens, 0, sum(self.pages.needed(len(want.run)) for want in asked)), 0, []
+        trace = [] if before else self._trace(prompt, request.tenant.owner)
         blocked = (*eos, *(params.stop_token_ids or ()))
         rows = [
             Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=len(imported))
@@ -145,7 +156,7 @@ class Engine:
         for row in rows:
             row.scored = [] if request.score else None
             row.constraint = request.constraint() if request.constraint is not None else None
-            row.trace, row.at, row.wants = trace, at, asked
+            row.trace, row.at, row.wants, row.repair = trace, at, asked, repair
             self.answers[row] = Answer(row, self.model.tokenizer, eos)
         self.scheduler.add(rows)
 
@@ -240,6 +251,8 @@ class Engine:
     def _forward(self, schedule: Schedule) -> Tensor:
         for copy in schedule.copies:
             self.pool.copy(copy.source, copy.target, copy.tokens)
+        for row in schedule.repairs:
+            self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:
             return torch.empty(0, self.model.config.vocab_size)
         return self.model.decoder.forward(self.batcher.step(schedule), self.pool)
@@ -364,7 +377,25 @@ class Engine:
             raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
         for run in runs:
             self._check_prompt(run.tokens, run.end if run.origin is None else run.origin.first + len(run))
-        return self.scheduler.make(self._tenant(tenant), runs)
+            self._last([], 0, 0, self._pages_of([run]))
+        root = self._tenant(tenant)
+        asked = [want for run in runs for want in wants(root, [run], self.pages.page_size)]
+        self.owners.update((want.lineage.owner, tenant.owner) for want in asked)
+        return self.scheduler.make(root, asked)
+
+    def _pages_of(self, runs: Sequence[Run]) -> int:
+        """What runs take, and the contexts that they are made behind: all of it may be needed at once."""
+        found, stack = dict[int, Run](), list(runs)
+        while stack:
+            run = stack.pop()
+            if id(run) not in found:
+                found[id(run)] = run
+                stack += () if run.origin is None else run.origin.context
+        return sum(self.pages.needed(len(run) + 1) for run in found.values())
+
+    def unmade(self, runs: Sequence[Run], tenant: Tenant) -> int:
+        """How many of these runs are being made, or will be."""
+        return self.scheduler.unmade(self._tenant(tenant), runs)
 
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""

@@ -29,6 +29,7 @@ class _Given(NamedTuple):
     tokens: Sequence[int]
     runs: Sequence[Run] = ()
     position: int | None = None
+    repair: float = 0.0
 
 
 class LLM:
@@ -185,12 +186,14 @@ class LLM:
             self._inboxes.pop(request.request_id, None)
 
     def _request(self, given: _Given, params: SamplingParams, score: bool = False) -> Request:
-        return Request(next(self._ids), given.tokens, params, self._tenant, score=score, runs=given.runs, position=given.position)
+        return Request(
+            next(self._ids), given.tokens, params, self._tenant, score=score, runs=given.runs, position=given.position, repair=given.repair
+        )
 
     def _encode(self, prompt: AnyPrompt) -> _Given:
         given: object = prompt
         if isinstance(prompt, Prompt):
-            return _Given(*self.schemas.parts(prompt.pml))
+            return _Given(*self.schemas.parts(prompt.pml), prompt.repair)
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
             if given is None:

@@ -137,6 +137,7 @@ class EngineLoop:
         lost = list(dict.fromkeys(row.request_id for row in self._engine.answers))
         for request_id in lost:
             self._engine.cancel(request_id)
+        self._engine.scheduler.stop_making()
         self._give_up(lost)
 
     def _drop_posted(self) -> None:

@@ -139,6 +139,7 @@ class Request:
     constraint: Callable[[], Constraint] | None = None  # makes one for each answer
     runs: Sequence[Run] = ()  # what stands before the prompt's tokens, in order
     position: int | None = None  # of the prompt's first token; behind the last run, if nothing is said
+    repair: float = 0.0  # the share of tokens encoded elsewhere that are computed again, behind what stands before them here
 
 
 MissReason = Literal["cold", "diverged", "evicted", "other_tenant", "too_short", "off"]
@@ -164,6 +165,7 @@ class Reuse:
     device: int = 0
     miss: Miss | None = None
     modules: int = 0  # of the prompt's tokens, so many had been encoded in another context: the answer is an approximation
+    repaired: int = 0  # so many more had been, and were computed again
 
 
 @dataclass(frozen=True)

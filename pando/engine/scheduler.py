@@ -8,6 +8,7 @@ from the cache, then from the row that arrived last. A row that loses its pages 
 front; its tokens are never lost, and its states only if someone needed the room.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,7 @@ class Row:
     imports: tuple[Import, ...] = ()  # the same, found; pinned
     found: int | None = None  # tokens of it that were there when it was first looked for
     makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
+    repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
     _view: RowView | None = field(default=None, init=False, repr=False)
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
 
@@ -72,10 +74,11 @@ class Row:
     def view(self, page_size: int) -> RowView:
         """As the plan sees it: the same object until what it reads is another."""
         path = self.stem.path() if self.stem else ()
-        before = tuple(found.path() for found in self.imports)
+        imports = () if self.repair else self.imports
+        before = tuple(found.path() for found in imports)
         now = (path, before, self.pages, len(self.pages), self.settled)
         if self._view is None or self._viewed != now:
-            moves = [found.want.run.shift for found in self.imports]
+            moves = [found.want.run.shift for found in imports]
             placements = [Placement(segment, shift) for segments, shift in zip(before, moves, strict=True) for segment in segments]
             tail = tuple(self.pages[self.settled // page_size :])
             self._viewed = now
@@ -86,6 +89,16 @@ class Row:
     def foreign(self) -> int:
         """Tokens that were encoded behind something else than what stands before them here."""
         return sum(len(want.run) for want in self.wants if not want.exact)
+
+    @property
+    def repaired(self) -> int:
+        """So many of those are computed again."""
+        return min(self.foreign, math.ceil(self.repair * self.foreign - 1e-6))
+
+    @property
+    def repaired_end(self) -> int:
+        """So many of its first tokens have their states from a repair: up to the end of the last module."""
+        return self.wants[-1].run.end if self.repair else 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,7 @@ class Schedule:
     counts: list[int]  # tokens each computes
     copies: list[Copy]  # before anything is computed, in this order
     changed: bool  # rows or pages differ from the step before, or rows compute more than their next token
+    repairs: Sequence[Row] = ()  # rows whose first tokens are repaired before the others are computed
 
 
 class Scheduler:
@@ -180,11 +194,13 @@ class Scheduler:
             self._admit(budget, counts, copies)
         rows = [row for row in self.running if row in counts]
         changed = self._changed or _shape(rows, [counts[row] for row in rows]) != self._shape or any(count > 1 for count in counts.values())
-        return Schedule(rows, [counts[row] for row in rows], copies, changed)
+        return Schedule(rows, [counts[row] for row in rows], copies, changed, [row for row in rows if row.repair and row.imports])
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
         self._changed, self._shape = False, _shape(schedule.rows, schedule.counts)  # only now: a step that failed settles nothing
+        for row in schedule.repairs:  # they have a copy now
+            self._let_go(row)
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
@@ -227,11 +243,10 @@ class Scheduler:
         before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
         return Miss("evicted" if lost.keys and self.tree.was_evicted(lost.keys[0]) else "cold", before)
 
-    def make(self, tenant: Key, runs: Sequence[Run]) -> int:
+    def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
         missing = []
-        for run in runs:
-            [want] = wants(tenant, [run], self.pages.page_size)
+        for want in asked:
             found = find(self.tree, want, self.clock())
             if found is not None:
                 self.tree.unpin(found.pinned)
@@ -245,6 +260,15 @@ class Scheduler:
     def making(self) -> int:
         """Runs that are being made, or will be."""
         return len(self._making)
+
+    def stop_making(self) -> None:
+        """Whoever still needs something of it asks again."""
+        for row in list(self._making.values()):
+            self.remove(row)
+
+    def unmade(self, tenant: Key, runs: Sequence[Run]) -> int:
+        """How many of these runs are among them."""
+        return sum(want.name in self._making for run in runs for want in wants(tenant, [run], self.pages.page_size))
 
     def _maker(self, tenant: Key, want: Want, arrival: int) -> Row:
         origin = want.run.origin
@@ -296,6 +320,8 @@ class Scheduler:
         limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
         self._extend_keys(row)
         match = self.tree.match(row.lineage, row.keys, row.tokens, limit, self._now, first=row.at)
+        if match.length - row.at < row.repaired_end:  # who is repaired is known only of all together
+            match, limit = Match(self.tree.root(row.lineage.root)), 0
         self.tree.pin(match.stem)
         shared = match.stem.end - row.at
         missing = self.pages.needed(len(row.tokens) + 1) - shared // self.pages.page_size
@@ -310,6 +336,8 @@ class Scheduler:
         if tokens:
             copies.append(Copy(source, row.pages[row.settled // self.pages.page_size], tokens))
             row.computed += tokens
+        if row.repair:
+            self._place_repaired(row)
         if row.cached is None:
             row.cached = row.computed + (row.found or 0)
             row.miss = row.miss or self._miss(row, match, limit)
@@ -319,6 +347,17 @@ class Scheduler:
         self.running.sort(key=lambda row: row.arrival)
         self._changed = True
         return True
+
+    def _place_repaired(self, row: Row) -> None:
+        """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
+        known = row.computed >= row.repaired_end
+        if row.cached is None:
+            row.cached = row.computed if known else max(0, (row.found or 0) - row.repaired)
+            row.waited = self._now - row.arrived
+        if known:
+            self._let_go(row)
+        else:
+            row.computed = row.repaired_end
 
     def _ahead(self, row: Row, limit: int) -> tuple[int, int]:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""

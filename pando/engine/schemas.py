@@ -1,71 +1,42 @@
 """The schemas of one engine: PML in, runs out, and what of them is in the cache."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from ..errors import InvalidPrompt
 from ..kv.run import Run
 from ..markup.binding import Bound
 from ..markup.library import Library
-from ..markup.pml import DEFAULT_LIMITS, Limits
+from ..markup.outline import Encode
+from ..markup.pml import DEFAULT_LIMITS, Element, Limits
 from ..markup.schema import Schema
-from ..model.tokenizer import Tokenizer
 from .engine import Engine
 from .request import Tenant
+from .words import Words
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in PML, made from a schema that was added before."""
+    """A prompt in PML, made from a schema that was added before. `repair`: the share of its module tokens that are computed again, where
+    they mind most that they were encoded without their neighbours."""
 
     pml: str
+    repair: float = 0.0
 
 
-class Words:
-    """A model's tokenizer, as the language wants it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @property
-    def bos(self) -> int | None:
-        return self._tokenizer.bos
-
-    @cached_property
-    def begin(self) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(""))
-
-    @cached_property
-    def unknown(self) -> int:
-        return self._tokenizer.unknown
-
-    def text(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, special=False)
-
-    def template(self, text: str) -> list[int]:
-        return self._tokenizer.encode_template(text)
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return self._tokenizer.chat(messages, add_generation_prompt=False)
-
-    @cached_property
-    def answer(self) -> tuple[int, ...]:
-        """What a template writes before an answer."""
-        asked = [{"role": "user", "content": "x"}]
-        before, after = (self._tokenizer.chat(asked, add_generation_prompt=add) for add in (False, True))
-        return tuple(self.template(after.removeprefix(before))) if after.startswith(before) else ()
+State = Literal["cached", "partly cached", "not encoded", "computed with each prompt"]
 
 
 @dataclass(frozen=True)
 class ModuleFacts:
     path: str
-    encode: str
+    encode: Encode
     tokens: int
     bytes: int  # that its states take, or would
-    state: str  # "cached", "partly cached", "not encoded" or "computed with each prompt"
+    state: State
     uses: int
 
 
@@ -78,15 +49,21 @@ class _Uses:
 class Schemas:
     """May be asked from any thread; whatever concerns the cache is asked of the engine in its own."""
 
-    def __init__(self, engine: Engine, limits: Limits = DEFAULT_LIMITS, encoder: Callable[[Schema], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits = DEFAULT_LIMITS,
+        encoder: Callable[[Schema], None] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         self._engine, self._encoder = engine, encoder
         geometry = engine.model.decoder.geometry
         movable = geometry.freqs is not None or geometry.slopes is not None
-        self.library = Library(Words(engine.model.tokenizer), movable=movable, max_len=engine.max_len, limits=limits)
+        self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len, limits=limits)
         self._uses: dict[str, _Uses] = {}
         self._lock = threading.Lock()
 
-    def add(self, pml: str | bytes, *, file: str = "schema", directory: str | Path | None = None, eager: bool = False) -> Schema:
+    def add(self, pml: str | bytes | Element, *, file: str = "schema", directory: str | Path | None = None, eager: bool = False) -> Schema:
         """Registers a schema; one that is here already, with the same content, is the one that is here. `directory`: `src` names files
         below it, and none where it is None. `eager`: its modules are encoded now, and not when a prompt first asks for them."""
         schema = self.library.add(pml, file=file, directory=None if directory is None else Path(directory))
@@ -109,7 +86,7 @@ class Schemas:
     def names(self) -> list[str]:
         return [schema.name for schema in self.library]
 
-    def bind(self, pml: str | bytes, *, file: str = "prompt") -> tuple[Schema, Bound]:
+    def bind(self, pml: str | bytes | Element, *, file: str = "prompt") -> tuple[Schema, Bound]:
         schema, bound = self.library.bind(pml, file=file)
         with self._lock:
             uses = self._uses.setdefault(schema.name, _Uses())
@@ -127,18 +104,18 @@ class Schemas:
     def uses(self, name: str) -> int:
         return self._uses.get(name, _Uses()).prompts
 
-    def facts(self, name: str, tenant: Tenant) -> list[ModuleFacts]:
-        """In the engine's thread."""
+    def facts(self, name: str, tenant: Tenant, which: slice = slice(None)) -> list[ModuleFacts]:
+        """In the engine's thread. `which`: of the modules, since there may be very many."""
         schema, uses = self[name], self._uses.get(name, _Uses()).modules
         return [
             ModuleFacts(
                 part.path, part.encode, part.tokens, self._engine.bytes_of(part.runs),
                 self._state(part.runs, part.cached, tenant), uses.get(part.path, 0),
             )
-            for part in schema.modules
+            for part in schema.modules[which]
         ]  # fmt: skip
 
-    def _state(self, runs: Sequence[Run], cached: bool, tenant: Tenant) -> str:
+    def _state(self, runs: Sequence[Run], cached: bool, tenant: Tenant) -> State:
         if not cached:
             return "computed with each prompt"
         held = [self._engine.holds(run, tenant) for run in runs]

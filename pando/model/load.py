@@ -19,7 +19,7 @@ from .decoder import Decoder, plain_linear
 from .hub import resolve
 from .shelf import Shelf
 from .tokenizer import Tokenizer
-from .weights import digest, load_weights
+from .weights import Weights, digest, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,21 @@ def load(name: str, *, device: str, dtype: str, compiled: bool = True) -> Model:
     kind = choose_dtype(dtype, place)
     config = ModelConfig.from_hf(_read(files.config))
     weights = load_weights(files.weights, config, kind, place)
+    tokenizer, named = Tokenizer.from_directory(files.directory), digest(files.weights, config) + str(kind).encode()
+    return assembled(config, weights, tokenizer, named, kind, place, compiled=compiled)
+
+
+def assembled(
+    config: ModelConfig, weights: Weights, tokenizer: Tokenizer, digest: bytes, kind: torch.dtype, place: torch.device, *, compiled: bool
+) -> Model:
+    """A model from its parts, with the fastest kernels that its device has."""
     library = _library(kind) if compiled and place.type == "cpu" else None
     linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library) if place.type == "cpu" else plain_linear
     return Model(
         config=config,
         decoder=Decoder(config, weights, linear, _ops(place, library)),
-        tokenizer=Tokenizer.from_directory(files.directory),
-        digest=digest(files.weights, config) + str(kind).encode(),
+        tokenizer=tokenizer,
+        digest=digest,
         dtype=kind,
         device=place,
         library=library,

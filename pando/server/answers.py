@@ -66,9 +66,9 @@ class Account:
                 self._metrics.first_token((self._ticket.first or now) - self._ticket.arrived)
                 self._metrics.queued(event.waited)
             miss = event.reuse.miss
-            self._metrics.prompt(
-                event.num_prompt_tokens - event.reuse.device, device=event.reuse.device, miss=None if miss is None else miss.reason
-            )
+            device, module = _sources(event.reuse)
+            computed = event.num_prompt_tokens - device - module
+            self._metrics.prompt(computed, device=device, module=module, miss=None if miss is None else miss.reason)
         self.tokens[answer] = self.tokens.get(answer, 0) + 1
         self._open[answer] = self._open.get(answer, (now, now))[0], now
         if event.finish_reason is not None:
@@ -89,16 +89,20 @@ class Account:
 
     def usage(self) -> Usage:
         prompts = self._ticket.asked.prompts
-        return usage(sum(len(prompt.tokens) for prompt in prompts), sum(self.tokens.values()), self._cached())
+        modules = sum(prompt.bound.module_tokens for prompt in prompts if prompt.bound is not None)
+        total = sum(len(prompt.tokens) for prompt in prompts)
+        return usage(total, sum(self.tokens.values()), self._cached(), modules, modular=self._modular())
 
     def report(self) -> PandoReport:
         prompts, cached = self._ticket.asked.prompts, self._cached()
         total = sum(len(prompt.tokens) for prompt in prompts)
         missed = [(prompts[place], reuse) for place, reuse in sorted(self.reuse.items()) if reuse.miss is not None]
         first = self._ticket.first
+        device, module = (sum(each) for each in zip((0, 0), *map(_sources, self.reuse.values()), strict=True))
         return {
-            "reuse": "exact" if cached else "none",
-            "tokens": {"computed": total - cached, "device": cached, "host": 0, "disk": 0, "module": 0},
+            "reuse": "modular" if self._modular() else "exact" if cached else "none",
+            "tokens": {"computed": total - cached, "device": device, "host": 0, "disk": 0, "module": module},
+            "repaired": sum(reuse.repaired for reuse in self.reuse.values()),
             "miss": _miss(*missed[0]) if missed else None,
             "time_to_first_token_ms": None if first is None else round((first - self._ticket.arrived) * 1e3, 3),
             "queue_ms": round(self._waited * 1e3, 3),
@@ -109,6 +113,15 @@ class Account:
     def _cached(self) -> int:
         return sum(reuse.device for reuse in self.reuse.values())
 
+    def _modular(self) -> bool:
+        return any(reuse.modules for reuse in self.reuse.values())
+
+
+def _sources(reuse: Reuse) -> tuple[int, int]:
+    """Of the tokens that were not computed: as any prefix, and as a module that had been encoded behind something else."""
+    module = min(reuse.modules, reuse.device)
+    return reuse.device - module, module
+
 
 def _miss(prompt: Prompt, reuse: Reuse) -> MissReport:
     assert reuse.miss is not None
@@ -116,12 +129,15 @@ def _miss(prompt: Prompt, reuse: Reuse) -> MissReport:
     drift: Drift | None = prompt.drift
     if drift is not None and token > drift.token:  # something else that is cached covers it
         drift = None
+    advice, module = ADVICE[reason], prompt.module_of(token)
+    if reason == "cold" and module is not None:
+        advice = f"{module} had not been encoded yet; register its schema with eager=true to have that done before anyone asks"
     return {
         "reason": reason,
         "token": token,
         "message": prompt.message_of(token),
         "drift": drift.kind if drift else None,
-        "detail": drift.detail if drift else ADVICE[reason],
+        "detail": drift.detail if drift else advice,
     }
 
 

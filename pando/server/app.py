@@ -1,15 +1,12 @@
 """The routes."""
 
-import asyncio
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from fastapi import FastAPI, Header
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,14 +16,17 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..engine.request import Tenant
-from ..errors import InputError, PandoError, PromptTooLong, QuotaExceeded
+from ..errors import InputError, MarkupError, PandoError, PromptTooLong, QuotaExceeded, SchemaExists
 from .answers import Account, ChatAnswers, TextAnswers
+from .bodies import PatientRoute
 from .exchange import Exchange, gone, unless_gone
-from .failures import FailureBody, failure, from_validation
+from .failures import FailureBody, failure, from_validation, in_markup
 from .gate import Gate
 from .journal import Journal
 from .prompts import Asked, Prompt
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
+from .schema_routes import SchemaRoutes
+from .schemas import NotYours, TooManySchemas, UnknownSchema
 from .service import Busy, Lost, NotReady, Service, TimedOut
 from .tenants import Tenants
 from .tracing import Operation, Tracing
@@ -46,48 +46,37 @@ from .views import (
 )
 from .wire import ChatBody, CompletionBody, DetokenizeBody, Generation, PinBody, TokenizeBody, UnpinBody, WarmBody
 
-LARGE = 2**16  # bytes of a body from which it is parsed beside the event loop, one at a time
-MAX_NESTED = 2**16  # objects and lists of such a body: each costs far more memory than its two characters
-PATIENCE = 60  # seconds that a body may take to arrive
 MAX_SEGMENTS = 1000  # that one view of the cache lists
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"model": FailureBody, "description": "The request cannot be answered as it is."},
     401: {"model": FailureBody, "description": "No valid API key."},
-    404: {"model": FailureBody, "description": "No such model or route."},
+    403: {"model": FailureBody, "description": "Only the operator may do that."},
+    404: {"model": FailureBody, "description": "No such model, schema or route."},
+    408: {"model": FailureBody, "description": "The body did not arrive in time."},
+    409: {"model": FailureBody, "description": "The name is in use by a schema of other content."},
     413: {"model": FailureBody, "description": "The body is too large."},
     422: {"model": FailureBody, "description": "A field has a wrong type or value."},
     429: {"model": FailureBody, "description": "The queue is full; Retry-After says when to try again."},
     503: {"model": FailureBody, "description": "The model is not loaded yet, the server is shutting down, or the request took too long."},
 }
+REFUSALS: tuple[tuple[type[PandoError], int, str | None], ...] = (  # the first that fits
+    (Busy, 429, None),
+    (NotReady, 503, "not_ready"),
+    (TimedOut, 503, "timeout"),
+    (Lost, 503, "failed"),
+    (UnknownSchema, 404, "schema_not_found"),
+    (NotYours, 403, "schema_of_operator"),
+    (SchemaExists, 409, "schema_exists"),
+    (TooManySchemas, 400, "schema_quota_exceeded"),
+    (MarkupError, 400, "invalid_pml"),
+    (PromptTooLong, 400, "context_length_exceeded"),
+    (QuotaExceeded, 400, "pin_quota_exceeded"),
+    (InputError, 400, None),
+    (PandoError, 500, None),
+)
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "With stream: server-sent events."}
 }
-
-
-class _Request(Request):
-    async def json(self) -> Any:
-        """Parses a long body in another thread: while it is parsed, others get their tokens."""
-        try:
-            async with asyncio.timeout(PATIENCE):
-                body = await self.body()
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {PATIENCE} s; send the request again") from None
-        self.state.arrived = time.perf_counter()
-        if len(body) < LARGE:
-            return json.loads(body)
-        if (nested := body.count(b"{") + body.count(b"[")) > MAX_NESTED:
-            raise HTTPException(400, f"the body has {nested} objects and lists; at most {MAX_NESTED} are allowed")
-        return await to_thread.run_sync(json.loads, body, limiter=self.app.state.parsing)
-
-
-class _Route(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            return await handle(_Request(request.scope, request.receive))
-
-        return handler
 
 
 def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Tracing) -> FastAPI:
@@ -103,9 +92,9 @@ def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Trac
         responses={code: FAILURES[code] for code in (401, 404, 413, 422, 503)},
     )
     app.state.parsing = CapacityLimiter(1)
-    app.router.route_class = _Route
-    routes = _Routes(service, tenants, journal, tracing)
-    routes.add_to(app)
+    app.router.route_class = PatientRoute
+    _Routes(service, tenants, journal, tracing).add_to(app)
+    SchemaRoutes(service, tenants).add_to(app, FAILURES)
     _add_failures(app, service)
     return app
 
@@ -145,7 +134,7 @@ class _Routes:
         """Goes on after a prompt, or after each of several."""
         tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
         self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.completion(body))
+        asked = await self.service.prepare(lambda prompts: prompts.completion(body, tenant))
         envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
         return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
 
@@ -344,17 +333,12 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         return answer(error.status_code, text, headers=error.headers)
 
     async def own(request: Request, error: Exception) -> Response:
-        if isinstance(error, Busy):
-            return answer(429, str(error), headers={"retry-after": str(error.retry_after)})
-        if isinstance(error, NotReady):
-            return answer(503, str(error), code="not_ready", headers={"retry-after": "5"})
-        if isinstance(error, TimedOut):
-            return answer(503, str(error), code="timeout")
-        if isinstance(error, Lost):
-            return answer(503, str(error), code="failed")
-        codes = {PromptTooLong: "context_length_exceeded", QuotaExceeded: "pin_quota_exceeded"}
-        code = next((code for kind, code in codes.items() if isinstance(error, kind)), None)
-        return answer(400 if isinstance(error, InputError) else 500, str(error), code=code)
+        status, code = next((status, code) for kind, status, code in REFUSALS if isinstance(error, kind))
+        headers = {"retry-after": "5"} if isinstance(error, NotReady) else {}
+        headers |= {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else {}
+        service.metrics.refused(status)
+        body = in_markup(status, error, code) if isinstance(error, MarkupError) else failure(status, str(error), code=code)
+        return Response(encode(body), status, headers, "application/json")
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

@@ -115,7 +115,7 @@ class Exchange:
         tokens = [*prompt.tokens, *answers.answers[0].tokens]
         if self._ttl is not None:
             self._account.hold(await self._service.pin_if_room(tokens, self._tenant, prompt.public, self._ttl), self._ttl)
-        if isinstance(answers, ChatAnswers):
+        if isinstance(answers, ChatAnswers) and prompt.bound is None:
             turn = self._tenant.salt, asked.messages, answers.message(), tokens, len(prompt.tokens), self._session
             self._service.workers.submit(self._service.history.remember, *turn)
 

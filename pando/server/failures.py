@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
+
+from ..errors import MarkupError
 
 TYPES = {
     400: "invalid_request_error",
@@ -13,6 +15,7 @@ TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
@@ -48,6 +51,9 @@ class Failure(TypedDict):
     type: str
     param: str | None
     code: str | None
+    line: NotRequired[int]  # in PML, from 1
+    column: NotRequired[int]
+    caret: NotRequired[str]  # that line, and a caret under the place
 
 
 class FailureBody(TypedDict):
@@ -58,6 +64,14 @@ def failure(status: int, message: str, param: str | None = None, code: str | Non
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     message = _sound(PLAINER.get(message, message), MAX_MESSAGE_CHARS)
     return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
+
+
+def in_markup(status: int, error: MarkupError, code: str | None) -> FailureBody:
+    """What is wrong with PML, and where."""
+    body = failure(status, str(error), code=code)
+    caret = _sound(error.shown().split("\n", 1)[1], MAX_MESSAGE_CHARS)
+    body["error"] |= {"line": error.line, "column": error.column, "caret": caret}
+    return body
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:

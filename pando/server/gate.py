@@ -15,6 +15,8 @@ from .tenants import Tenants
 
 OPEN = frozenset({"/health"})  # whoever watches over the process has no key
 JSON = re.compile(r"application/(.+\+)?json\s*(;|$)")
+PML_PATH = "/v1/schemas"  # the one route whose body is not JSON
+PML = re.compile(r"(text/[\w.+-]+|application/([\w.-]+\+)?xml)\s*(;\s*charset\s*=\s*\"?(utf-8|us-ascii)\"?\s*)?$")
 DRAINED = 2**28  # bytes of a refused body that are read and thrown away, so that the client gets to read the refusal
 DRAINING = 30.0  # seconds that this may take
 
@@ -65,8 +67,8 @@ class Gate:
         length, kind = headers.get("content-length", "0"), headers.get("content-type")
         if length.isdecimal() and int(length) > self._max_body:
             return 413, self._too_large()
-        if kind is not None and scope["method"] == "POST" and not JSON.match(kind.lower()):
-            return 400, f"the body is sent as {kind[:80]!r}; send JSON, and the header Content-Type: application/json"
+        if kind is not None and scope["method"] == "POST":
+            return _unread(kind, scope["path"])
         return None
 
     def _counted(self, receive: Receive) -> Receive:
@@ -95,6 +97,15 @@ class Gate:
 
     def _too_large(self) -> str:
         return f"the body is larger than the {self._max_body >> 20} MiB that are allowed; send less, or raise --max-body-mib"
+
+
+def _unread(kind: str, path: str) -> tuple[int, str] | None:
+    """What a kind of body is refused for."""
+    if path == PML_PATH:
+        fits, advice = PML.match(kind.lower()), "send PML in UTF-8, and the header Content-Type: text/xml"
+    else:
+        fits, advice = JSON.match(kind.lower()), "send JSON, and the header Content-Type: application/json"
+    return None if fits else (400, f"the body is sent as {kind[:80]!r}; {advice}")
 
 
 async def _discard(receive: Receive) -> None:

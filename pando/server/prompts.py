@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ..engine.request import Constraint, SamplingParams, Tenant
 from ..errors import InvalidPrompt, PromptTooLong
+from ..markup.binding import Bound
 from ..model.tokenizer import Tokenizer
 from . import tools
 from .grammar import Grammars
 from .history import Drift, History, message_at, message_starts
 from .limits import Plain
+from .schemas import Holdings
 from .tenants import Public
-from .wire import ChatBody, ChosenTool, CompletionBody, TokenizeBody, WarmBody
+from .wire import ChatBody, ChosenTool, CompletionBody, Generation, TokenizeBody, WarmBody
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,17 @@ class Prompt:
     public: int = 0  # first tokens that every tenant shares
     starts: Sequence[int] = ()  # the first token of each message
     drift: Drift | None = None  # from the conversation's last turn
+    bound: Bound | None = None  # of a prompt in PML
 
     def message_of(self, token: int) -> int | None:
         return message_at(self.starts, token) if self.starts else None
+
+    def module_of(self, token: int) -> str | None:
+        """The part of a schema that a token comes from."""
+        if self.bound is None:
+            return None
+        ends = accumulate(len(run) for run in self.bound.runs)
+        return next((name for end, name in zip(ends, self.bound.names, strict=True) if token < end), None)
 
 
 @dataclass(frozen=True)
@@ -36,18 +47,28 @@ class Asked:
     form: tools.Form | None = None  # how calls are found in the answer
     one_call: bool = False  # and no more of them are wanted
     score: bool = False
+    repair: float = 0.0
     messages: Sequence[Plain] = ()
 
 
 class Prompts:
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None, grammars: Grammars, history: History, public: Public, max_len: int
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        grammars: Grammars,
+        history: History,
+        public: Public,
+        schemas: Holdings,
+        max_len: int,
     ) -> None:
-        self._tokenizer, self._template, self._max_len = tokenizer, template, max_len
+        self._tokenizer, self._template, self._schemas, self._max_len = tokenizer, template, schemas, max_len
         self._grammars, self._history, self._public = grammars, history, public
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
         params, messages = body.sampling(), body.conversation()
+        if len(messages) == 1 and messages[0]["role"] == "user" and self._schemas.is_prompt(tenant.owner, messages[0]["content"]):
+            return self._modular(body, messages[0]["content"], tenant, params)
         wanted = body.definitions() if body.tool_choice != "none" else None
         form, constraint = None, self._format(body)
         if wanted:
@@ -64,9 +85,24 @@ class Prompts:
             drift = replace(drift, message=prompt.message_of(drift.token))
         return Asked([replace(prompt, drift=drift)], params, constraint, form, not body.parallel_tool_calls, messages=messages)
 
-    def completion(self, body: CompletionBody) -> Asked:
-        prompts = [self._plain(prompt) for prompt in body.prompts()]
-        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None)
+    def _modular(self, body: ChatBody, pml: str, tenant: Tenant, params: SamplingParams) -> Asked:
+        """A prompt in PML as the one message. What the chat template would write is the schema's to write."""
+        if body.tools and body.tool_choice != "none":
+            raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
+        return Asked([self._bound(body, pml, tenant)], params, self._format(body), repair=body.repair)
+
+    def completion(self, body: CompletionBody, tenant: Tenant) -> Asked:
+        if body.prompt_format == "pml":
+            prompts = [self._bound(body, prompt, tenant) for prompt in body.prompts() if isinstance(prompt, str)]
+        else:
+            prompts = [self._plain(prompt) for prompt in body.prompts()]
+        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None, repair=body.repair)
+
+    def _bound(self, body: Generation, pml: str, tenant: Tenant) -> Prompt:
+        if body.ttl is not None:
+            raise InvalidPrompt("prompt_cache_options pin the beginning of a prompt, and this one is made of modules; leave them out")
+        bound = self._schemas.bind(tenant.owner, pml)
+        return Prompt([token for run in bound.runs for token in run.tokens], pml, bound=bound)
 
     def warm(self, body: WarmBody) -> Prompt:
         if body.messages is not None:

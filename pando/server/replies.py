@@ -29,6 +29,8 @@ DONE = b"data: [DONE]\n\n"
 
 class PromptDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Prompt tokens that were not computed, whatever they came from.")]
+    module_tokens: Annotated[int, Field(description="Prompt tokens whose states are those of modules, computed now or before.")]
+    reuse: Annotated[Literal["exact", "modular"], Field(description="modular: some were encoded behind another context; approximate.")]
 
 
 class CompletionDetails(TypedDict):
@@ -72,6 +74,7 @@ class PandoReport(TypedDict):
 
     reuse: ReuseKind
     tokens: Sources
+    repaired: Annotated[int, Field(description="Tokens of modules that were computed again, as asked for.")]
     miss: MissReport | None
     time_to_first_token_ms: float | None
     queue_ms: float | None
@@ -79,12 +82,12 @@ class PandoReport(TypedDict):
     pin: PinReply | None
 
 
-def usage(prompt: int, completion: int, cached: int) -> Usage:
+def usage(prompt: int, completion: int, cached: int, modules: int = 0, *, modular: bool = False) -> Usage:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, "module_tokens": modules, "reuse": "modular" if modular else "exact"},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 

@@ -94,7 +94,8 @@ class Running:
         listener: socket.socket,
         model: Model | None = None,
     ) -> None:
-        self.service = Service(engine, server, lambda message: journal.warning("not pinned", reason=message))
+        owners = [tenants.tenant(owner, None) for owner in tenants.owners]
+        self.service = Service(engine, server, lambda message: journal.warning("not pinned", reason=message), owners)
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], None] = lambda: None
         self._journal, self._model, self._listener = journal, model, listener

@@ -2,11 +2,14 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
+
+from anyio import CapacityLimiter, to_thread
 
 from ..config import EngineConfig, ServerConfig
 from ..engine.engine import PUBLIC, Engine, Stats, StepFacts
@@ -14,15 +17,20 @@ from ..engine.llm import LLM
 from ..engine.loop import EngineLoop
 from ..engine.pins import Pin
 from ..engine.request import Request, SamplingParams, Tenant, TokenEvent
+from ..engine.schemas import Schemas
 from ..errors import InvalidOption, InvalidPrompt, PandoError, QuotaExceeded
+from ..kv.run import Run
+from ..markup.schema import Schema
 from ..model.load import Model
 from ..model.tokenizer import Tokenizer
 from .grammar import Grammars
 from .history import History
 from .metrics import Metrics, Outcome
 from .prompts import Asked, Prompt, Prompts
+from .schemas import Holdings
 from .tenants import Public
 
+log = logging.getLogger(__name__)
 State = Literal["loading", "ready", "draining", "failed"]
 T = TypeVar("T")
 
@@ -97,8 +105,15 @@ class Ticket:
 
 
 class Service:
-    def __init__(self, engine: EngineConfig, server: ServerConfig, warn: Callable[[str], None] = lambda message: None) -> None:
-        self.engine_config, self.config = engine, server
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        warn: Callable[[str], None] = lambda message: None,
+        tenants: Sequence[Tenant] = (),
+    ) -> None:
+        """`tenants`: those that the operator's schemas are encoded for, if that is to be done at the start."""
+        self.engine_config, self.config, self._tenants = engine, server, tenants
         self.state: State = "loading"
         self.name = server.served_model_name or engine.model
         self.created = int(time.time())
@@ -107,11 +122,14 @@ class Service:
         self.loop: EngineLoop
         self.prompts: Prompts
         self.history: History
+        self.schemas: Holdings
+        self.bytes_of: Callable[[Sequence[Run]], int]
         self.facts: dict[str, int] = {}
         self._warn = warn
         self._tickets: dict[str, Ticket] = {}
         self._open = 0  # rows
         self._preparing = 0  # requests
+        self._registering = CapacityLimiter(1)
         self._numbers = itertools.count()
         self._seconds = 1.0  # that a request takes, lately
 
@@ -140,8 +158,20 @@ class Service:
         self.history = History(tokenizer.decode)
         grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
         self.workers.submit(grammars.json_object)  # its first use is slow
-        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), engine.max_len)
+        self.schemas = self._holdings(engine, template)
+        self.bytes_of = engine.bytes_of
+        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), self.schemas, engine.max_len)
         return engine
+
+    def _holdings(self, engine: Engine, template: str | None) -> Holdings:
+        held = Holdings(lambda: Schemas(engine, chat_template=template))
+        for schema in held.load(self.config.schema, self.config.schema_dir):
+            for tenant in self._tenants if self.config.eager_schemas else ():
+                engine.encode(schema.stored, tenant)
+            while engine.has_work:
+                engine.step()
+            log.info("schema %s: %d tokens", schema.name, sum(part.tokens for part in schema.modules))
+        return held
 
     async def start(self, model: Model | None = None) -> None:
         """Loads, and begins to answer."""
@@ -199,6 +229,16 @@ class Service:
         finally:
             self._preparing -= 1
 
+    async def register(self, owner: bytes, pml: bytes) -> tuple[Schema, bool]:
+        """The same for a schema. A long one takes seconds: one at a time."""
+        self.check_ready()
+        self.check_room()
+        self._preparing += 1
+        try:
+            return await to_thread.run_sync(self.schemas.add, owner, pml, limiter=self._registering)
+        finally:
+            self._preparing -= 1
+
     async def open(self, request_id: str, asked: Asked, tenant: Tenant) -> Ticket:
         """Hands a request to the engine; raises what is wrong with it. Whoever opens a ticket closes it."""
         self.check_ready()
@@ -208,12 +248,10 @@ class Service:
         self._open += ticket.open_answers
         self._tickets |= dict.fromkeys(ticket.names, ticket)
         try:
-            posted = [
-                self.loop.add(Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint))
-                for name, prompt in zip(ticket.names, asked.prompts, strict=True)
-            ]
-            for each in posted:
-                await self._answered(each)
+            each = zip(ticket.names, asked.prompts, strict=True)
+            posted = [self.loop.add(_request(name, prompt, asked, tenant)) for name, prompt in each]
+            for one in posted:
+                await self._answered(one)
         except asyncio.CancelledError:
             self.close(ticket)
             raise
@@ -289,6 +327,25 @@ class Service:
 
     def _observe(self, seconds: float, facts: StepFacts) -> None:
         self.metrics.observe_step(seconds, facts.rows, facts.tokens, facts.shared_reads)
+
+
+def _request(name: str, prompt: Prompt, asked: Asked, tenant: Tenant) -> Request:
+    if prompt.bound is None:
+        return Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint)
+    *before, last = prompt.bound.runs
+    own, position = (last.tokens, last.position) if last.origin is None else ((), None)
+    runs = before if last.origin is None else prompt.bound.runs
+    return Request(
+        name,
+        own,
+        asked.params,
+        tenant,
+        score=asked.score,
+        constraint=asked.constraint,
+        runs=runs,
+        position=position,
+        repair=asked.repair,
+    )
 
 
 def _prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:

@@ -27,6 +27,11 @@ class Tenants:
     def __repr__(self) -> str:
         return f"Tenants({len(self._owners)} keys)"
 
+    @property
+    def owners(self) -> tuple[bytes, ...]:
+        """Everyone who may ask."""
+        return self._owners or (ANONYMOUS,)
+
     def recognise(self, authorization: str | None) -> bytes | None:
         """The owner whose key the header `Authorization: Bearer KEY` holds; None where it holds none that is configured."""
         if not self._owners:

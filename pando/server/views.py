@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from ..engine.schemas import State
+from ..markup.outline import Encode, Layout, Order
 from .replies import PinReply
 
 
@@ -79,6 +81,53 @@ class WarmReply(TypedDict):
 class UnpinReply(TypedDict):
     id: str
     unpinned: Annotated[bool, Field(description="False where there was no such pin, or no longer.")]
+
+
+# ---- schemas
+
+
+class SchemaCard(TypedDict):
+    name: str
+    object: Literal["schema"]
+    digest: Annotated[str, Field(description="Names its content; comments are no content.")]
+    source: Annotated[Literal["client", "operator"], Field(description="Who registered it; the operator's is everyone's.")]
+    layout: Layout
+    encode: Encode
+    order: Order
+    tokens: Annotated[int, Field(description="Of all modules, without scaffolds.")]
+    bytes: Annotated[int, Field(description="That all of it takes in the cache, once it is encoded; in whole pages.")]
+    uses: Annotated[int, Field(description="Prompts that were made from it.")]
+
+
+class ModuleView(TypedDict):
+    path: Annotated[str, Field(description="In parentheses: text outside of modules.")]
+    encode: Encode
+    tokens: Annotated[int, Field(description="Of its own text, without what is nested in it.")]
+    bytes: int
+    state: State
+    uses: Annotated[int, Field(description="Prompts that imported it.")]
+
+
+class ScaffoldView(TypedDict):
+    modules: list[str]
+    tokens: Annotated[int, Field(description="That are stored once more, because they are also encoded together.")]
+    bytes: Annotated[int, Field(description="That this takes beside the single modules.")]
+
+
+class SchemaView(SchemaCard):
+    modules: list[ModuleView]
+    truncated: Annotated[bool, Field(description="Whether there are more modules than are listed.")]
+    scaffolds: list[ScaffoldView]
+
+
+class SchemaList(TypedDict):
+    object: Literal["list"]
+    data: list[SchemaCard]
+
+
+class DeletedSchema(TypedDict):
+    name: str
+    deleted: Literal[True]
 
 
 def model_list(names: Sequence[str], created: int, max_model_len: int) -> ModelList:

@@ -85,6 +85,7 @@ class Generation(Steering):
     include_stop_str_in_output: bool = Field(False, description="Keep the stop string at the end of the text.")
     stream: bool = Field(False, description="Send tokens as they come, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    repair: Real = Field(0.0, ge=0, le=1, description="The share of module tokens that are computed again, where a prompt is in PML.")
     return_token_ids: bool = Field(False, description="Give the token ids of prompt and answers, too.")
     user: User | None = Field(None, description="The client's own user; noted in the log.")
     prompt_cache_options: CacheOptions | None = Field(None, description="How long the prompt is kept.")
@@ -208,6 +209,7 @@ class CompletionBody(Generation):
     prompt: Prompts = Field(description="One prompt or several, each as text or as token ids.", examples=["Once upon a time"])
     max_tokens: Count | None = Field(16, description="Tokens of an answer, at most.")
     echo: bool = Field(False, description="Give the prompt before the answer.")
+    prompt_format: Literal["text", "pml"] = Field("text", description="pml: each prompt is a PML prompt, made from a registered schema.")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must be the same as n.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Give the logprob of each token, and of so many likeliest.")
 
@@ -215,6 +217,8 @@ class CompletionBody(Generation):
     def _agrees(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(f"best_of: must be the same as n, which is {self.n}; every answer is returned")
+        if self.prompt_format == "pml" and not all(isinstance(prompt, str) for prompt in self.prompts()):
+            raise ValueError("prompt: with prompt_format pml it must be text, not token ids")
         if (asked := self.n * len(self.prompts())) > MAX_ANSWERS:
             raise ValueError(f"n: times the number of prompts makes {asked} answers; at most {MAX_ANSWERS} are allowed")
         return self

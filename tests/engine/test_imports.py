@@ -155,6 +155,16 @@ def test_tenants_do_not_share_modules(engine: Engine) -> None:
     assert run(engine, [ask("c", runs, tenant=Tenant(b"a", b"a"))])["c", 0][-1].num_cached_tokens >= 31
 
 
+def test_the_cache_shows_modules_to_their_owner(engine: Engine) -> None:
+    runs = [OPENING, module(2, 21, 10)]
+    engine.encode(runs, Tenant(b"a", b"anna"))
+    drain(engine)
+    answer(engine, ask("x", runs, tenant=Tenant(b"a", b"anna")))
+    shown = {token for stem, _ in engine.segments(b"anna") for token in stem.segment.tokens}
+    assert shown >= {*OPENING.tokens, *words(2, 21), *words(9, 6)}
+    assert not engine.segments(b"bert")
+
+
 def test_under_pressure_modules_are_evicted_and_made_again_and_answers_stay_the_same() -> None:
     model = tiny_model()
     chance = random.Random(0)
@@ -240,6 +250,11 @@ def test_what_makes_no_sense_is_refused_and_leaves_nothing(engine: Engine) -> No
             engine.add(request)
     with pytest.raises(PoolTooSmall):
         tiny_engine(kv_cache_tokens=32).add(ask("x", [OPENING, module(2, 20, 10)]))
+    behind = Run(words(3, 8), 10, Origin((OPENING, Run(words(2, 60), 10, Origin((OPENING,), 10))), 70))
+    with pytest.raises(PoolTooSmall):  # it cannot be made, though it could be read
+        tiny_engine(kv_cache_tokens=64).add(ask("x", [OPENING, behind]))
+    with pytest.raises(PoolTooSmall):
+        tiny_engine(kv_cache_tokens=64).encode([behind], Tenant())
     with pytest.raises(InvalidOption, match="prefix_caching"):
         tiny_engine(prefix_caching=False).add(ask("x", [OPENING, module(2, 20, 10)]))
     assert not engine.has_work

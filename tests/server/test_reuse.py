@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
+from pando.engine.request import Tenant
 from pando.model.load import Model
 from pando.model.tokenizer import Tokenizer
 
@@ -66,9 +67,9 @@ def test_the_time_to_the_first_token_begins_when_the_request_has_arrived(
     """What is done before the engine gets it, such as tokenising, counts."""
     prepare = server.service.prompts.completion
 
-    def slowly(body: Any) -> Any:
+    def slowly(body: Any, tenant: Tenant) -> Any:
         time.sleep(0.1)
-        return prepare(body)
+        return prepare(body, tenant)
 
     monkeypatch.setattr(server.service.prompts, "completion", slowly)
     assert go_on(client, "From the beginning").pando["time_to_first_token_ms"] >= 100

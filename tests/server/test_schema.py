@@ -15,12 +15,15 @@ from .live import Live, live
 
 EXAMPLES = 6  # of each route and mode; set it to hundreds to search
 ROUTES = [
+    "DELETE /v1/schemas/{name}",
     "GET /health",
     "GET /metrics",
     "GET /ready",
     "GET /v1/cache",
     "GET /v1/models",
     "GET /v1/models/{model}",
+    "GET /v1/schemas",
+    "GET /v1/schemas/{name}",
     "GET /version",
     "POST /detokenize",
     "POST /tokenize",
@@ -29,6 +32,7 @@ ROUTES = [
     "POST /v1/cache/warm",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/schemas",
 ]
 SETTINGS = settings(derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 

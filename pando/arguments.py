@@ -1,0 +1,157 @@
+"""What may stand on the command line."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import __version__
+from .config import Parser, ServerConfig, choices, kinds, options
+from .errors import InvalidOption
+
+if TYPE_CHECKING:
+    from dataclasses import Field
+
+MAX_TOKENS = 512
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    arguments, late = parser().parse_known_args(argv)
+    if arguments.command == "run":
+        late = _take_words(arguments, late)
+    if late:
+        raise InvalidOption(f"unknown argument {late[0].split('=')[0]!r}; see `pando {arguments.command} --help`")
+    return arguments
+
+
+def _take_words(arguments: argparse.Namespace, late: list[str]) -> list[str]:
+    """Which word is the model and which the prompt, wherever options stand between them: argparse does not know. What is left over."""
+    if late and late[0].startswith("-"):
+        return late
+    words = [word for word in (arguments.model, arguments.prompt, *late) if word is not None]
+    is_modular = arguments.schema is not None or arguments.prompt_file is not None
+    if not words and not is_modular:
+        raise InvalidOption("the following arguments are required: PROMPT; see `pando run --help`")
+    prompts = 0 if is_modular else 1
+    arguments.prompt = words[min(len(words), 1 + prompts) - 1] if prompts else None
+    arguments.model = words[0] if len(words) > prompts else None
+    return words[1 + prompts :]
+
+
+def parser() -> Parser:
+    top = Parser(prog="pando", description="An LLM inference engine that never computes, stores or reads the same context twice.")
+    top.add_argument("--version", action="version", version=f"pando {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    about = "Serve a model over HTTP to any OpenAI client. Each option shows its default in parentheses."
+    serve = commands.add_parser("serve", help="serve a model to OpenAI clients", description=about, allow_abbrev=False)
+    _add_model(serve)
+    _add_config(serve)
+    _add_server(serve)
+    _add_engine(serve)
+
+    about = "Talk to a model; over a pipe, every line is a turn."
+    chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
+    _add_model(chat)
+    _add_config(chat)
+    _add_sampling(chat)
+    _add_engine(chat)
+
+    about = "Answer one prompt and print the answer as it comes."
+    run = commands.add_parser("run", help="answer one prompt", description=about, allow_abbrev=False)
+    _add_model(run)
+    run.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    run.add_argument("--schema", type=Path, metavar="FILE", help="a schema in PML, with --prompt in place of PROMPT")
+    run.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
+    run.add_argument("--eager", action="store_true", help="encode all modules of the schema first, and not those that are asked for")
+    run.add_argument("--stats", action="store_true", help="tell on standard error what was reused and how long it took")
+    run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without its chat template")
+    run.add_argument("--json", action="store_true", help="print one JSON object with the answer, its tokens and what was cached")
+    run.add_argument("--n", type=int, default=1, metavar="N", help="answers to the same prompt (1); they share its cache")
+    _add_config(run)
+    _add_sampling(run)
+    _add_engine(run)
+
+    about = "Fetch a model, so that later starts need no network."
+    pull = commands.add_parser("pull", help="fetch a model", description=about, allow_abbrev=False)
+    _add_model(pull)
+    pull.add_argument("--list", action="store_true", help="list the catalogue instead")
+    _add_config(pull)
+
+    _add_schema(commands.add_parser("schema", help="look at a schema in PML, or measure it", allow_abbrev=False))
+
+    commands.add_parser(
+        "bench",
+        help="measure Pando beside transformers; behind it `attention`, `modules`, `serve`, `overhead` or `soak` measure parts, or servers",
+        add_help=False,
+    )
+    commands.add_parser("version", help="print the version")
+    return top
+
+
+def _add_schema(to: argparse.ArgumentParser) -> None:
+    actions = to.add_subparsers(dest="action", metavar="ACTION", required=True)
+    abouts = {
+        "check": "Read a schema and lay it out; with a prompt, show where each of its runs stands and which are computed.",
+        "show": "List the modules of a schema: tokens, bytes of KV cache, unions, params.",
+    }
+    for name, about in abouts.items():
+        action = actions.add_parser(name, help=about, description=about, allow_abbrev=False)
+        action.add_argument("file", type=Path, metavar="FILE", help="a schema in PML; src is read below its directory")
+        if name == "check":
+            action.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
+        model = next(option for option in options() if option.name == "model")
+        action.add_argument("--model", metavar="MODEL", help=f"whose tokenizer counts ({model.default})")
+        _add_config(action)
+        _add_engine(action)
+    actions.add_parser("quality", help="compare modular answers with exact ones, on prompts of your own", add_help=False)
+
+
+def _add_model(to: argparse.ArgumentParser) -> None:
+    model = next(option for option in options() if option.name == "model")
+    to.add_argument("model", nargs="?", metavar="MODEL", help=f"{model.metadata['doc']} ({model.default})")
+
+
+def _add_config(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options, such as pando.toml")
+
+
+def _add_sampling(to: argparse.ArgumentParser) -> None:
+    group = to.add_argument_group("the answer")
+    group.add_argument("--system", metavar="TEXT", help="the system prompt")
+    group.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"tokens of one answer ({MAX_TOKENS})")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token, always the same (0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that make up P (1)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: all (0)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens less likely than P times the likeliest (0)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be given several times")
+
+
+def _add_engine(to: argparse.ArgumentParser) -> None:
+    about = "Each may also stand in the TOML file, or in the environment: PANDO_MAX_NUM_SEQS=8."
+    _add_options(to.add_argument_group("the engine", about), options())
+
+
+def _add_server(to: argparse.ArgumentParser) -> None:
+    about = "Each may also stand in the TOML file, or in the environment, several values separated by commas: PANDO_API_KEY=one,two."
+    _add_options(to.add_argument_group("the server", about), options(ServerConfig))
+
+
+def _add_options(group: "argparse._ArgumentGroup", wanted: "tuple[Field[object], ...]") -> None:
+    for option in wanted:
+        if option.name == "model":
+            continue  # the positional argument
+        flag = "--" + option.name.replace("_", "-")
+        text = f"{option.metadata['doc']} ({_written(option.default)})"
+        word = option.metadata["word"] or "|".join(choices(option)) or ("TEXT" if str in kinds(option) else "N")
+        if bool in kinds(option):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif tuple in kinds(option):
+            group.add_argument(flag, action="append", metavar=word, help=text)
+        else:
+            group.add_argument(flag, metavar=word, help=text)
+
+
+def _written(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return {None: "auto", (): "none", "": "empty"}.get(default, str(default))  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,222 @@
+"""`pando bench modules`: how soon a prompt made of modules is answered, and how well.
+
+Modules in the pool against the same prompt with nothing cached, and against its new words alone; for growing imports; and how long a large
+schema takes to read. With a folder that has `xquad_en.json` (Wikipedia paragraphs with questions), how near the answers are to those of the
+plain prompts.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import get_args
+
+import torch
+
+from ..config import Device, DType, EngineConfig, Parser
+from ..engine.llm import LLM
+from ..engine.request import SamplingParams
+from ..engine.schemas import Prompt
+from ..engine.words import Words
+from ..errors import InvalidOption
+from ..markup.schema import read_schema
+from ..model.load import Model, choose_device, choose_dtype, load
+from . import plot
+from .answers import compare_answers, read_questions
+from .measure import Result, as_json, bounded, compared, interleave, line, machine, table
+from .random_model import SHAPES, random_model
+from .traffic import VOCABULARY
+
+COLD, ALONE, MODULAR = "cold", "new words alone", "modules"
+PIECE = 512  # tokens of a module
+TARGETS = {"cpu": 30.0, "cuda": 10.0}  # times sooner than cold
+MOST = 1.5  # times the new words alone
+READ_MS = 100.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    imports: tuple[int, ...] = (1, 2, 4, 8, 14)  # modules of a prompt
+    headline: int = 10  # modules of the prompt that the targets are for: 5,000 tokens and more
+    piece: int = PIECE
+    new: int = 30  # tokens
+    repeats: int = 5
+    modules: int = 1000  # of a schema that is read
+
+
+QUICK = Sizes(imports=(1, 2), headline=2, piece=24, new=6, repeats=2, modules=50)
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.plot:
+        plot.check(arguments.plot)
+    model = _model(arguments)
+    sizes = QUICK if arguments.quick else Sizes(repeats=arguments.repeats)
+    facts = machine(torch.get_num_threads(), " ".join(["pando bench modules", *argv]))
+    named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
+    facts |= {"model": named, "device": str(model.device), "dtype": str(model.dtype)}
+    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+    bench = Bench(LLM.from_config(EngineConfig(model=arguments.model), model), sizes, judged=not arguments.quick)
+    results = _told(bench.reading())
+    results += _told(bench.first_token())
+    curve = bench.curve()
+    results += _told(curve)
+    if arguments.plot:
+        draw(curve, f"{named} on {model.device}, {sizes.new} new tokens", arguments.plot)
+    if arguments.data:
+        questions = read_questions(arguments.data)
+        del bench  # its pool is needed
+        gc.collect()
+        for paragraphs in (1, 4):
+            results += _told(compare_answers(model, questions, paragraphs, arguments.questions, arguments.seed))
+    print("\n" + table(results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _told(results: list[Result]) -> list[Result]:
+    print("\n".join(map(line, results)), flush=True)
+    return results
+
+
+@dataclass
+class Bench:
+    llm: LLM
+    sizes: Sizes
+    judged: bool = True
+    random: Random = field(default_factory=lambda: Random("modules"))
+
+    def __post_init__(self) -> None:
+        self._words = VOCABULARY.split()
+        count = max(*self.sizes.imports, self.sizes.headline)
+        modules = "".join(f'<module name="m{i}">{self._text(self.sizes.piece)}</module>\n' for i in range(count))
+        opening = "Read what follows and answer."
+        self.llm.schemas.add(f'<schema name="bench">{opening}\n{modules}</schema>', eager=True)
+        self._fresh = iter(range(self.llm.engine.model.config.vocab_size - 1, -1, -1))
+
+    def first_token(self) -> list[Result]:
+        samples, tokens = self._timed(self.sizes.headline)
+        case, target = f"first token, {tokens} tokens of modules", TARGETS[self.llm.engine.model.device.type]
+        found = {name: samples[name] for name in (MODULAR, COLD)}
+        medians = {name: statistics.median(each) for name, each in samples.items()}
+        near = bounded("the same against its new words alone", medians[MODULAR] / medians[ALONE], "times", MOST, note=_ms(medians))
+        first = compared(case, found, "ms", ours=MODULAR, higher=False, at_least=target if self.judged else None)
+        return [first, near if self.judged else Result(near.case, near.ours, near.unit, note=near.note)]
+
+    def curve(self) -> list[Result]:
+        results = []
+        for count in self.sizes.imports:
+            samples, tokens = self._timed(count)
+            note = _ms({name: statistics.median(each) for name, each in samples.items()})
+            found = {name: samples[name] for name in (MODULAR, COLD)}
+            result = compared(f"first token, {tokens} tokens", found, "ms", ours=MODULAR, higher=False, at_least=None, note=note)
+            results.append(result)
+        return results
+
+    def reading(self) -> list[Result]:
+        """Parse and layout of a schema of many small modules, every one of which a prompt imports."""
+        count = self.sizes.modules
+        modules = "".join(f'<module name="m{i}">{self._text(8)}</module>\n' for i in range(count))
+        pml = f'<schema name="many">Read.\n{modules}</schema>'
+        words, times = Words(self.llm.tokenizer), []
+        for _ in range(self.sizes.repeats):
+            start = time.perf_counter()
+            schema = read_schema(pml, words, movable=True, max_len=2**31 - 1)
+            times.append(1000 * (time.perf_counter() - start))
+        found = statistics.median(times)
+        case = f"reading and laying out {len(schema.modules) - 1} modules"
+        return [bounded(case, found, "ms", READ_MS) if self.judged else Result(case, found, "ms")]
+
+    def _timed(self, count: int) -> tuple[dict[str, list[float]], int]:
+        """Milliseconds to the first token, each way in turn; and how many tokens come from modules. New words are new every time."""
+        _, bound = self.llm.schemas.bind(self._prompt(count))
+        self._first(Prompt(self._prompt(count)))  # a warm-up, and its modules are there
+        runs: dict[str, Callable[[], float]] = {
+            MODULAR: lambda: self._first(Prompt(self._prompt(count))),
+            ALONE: lambda: self._first(self._new()),
+            COLD: lambda: self._first(self._plain(count)),
+        }
+        samples = interleave(runs, self.sizes.repeats)
+        return samples, bound.module_tokens
+
+    def _first(self, prompt: Prompt | list[int]) -> float:
+        start = time.perf_counter()
+        events = self.llm.stream(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        next(events)
+        seconds = time.perf_counter() - start
+        list(events)
+        return 1000 * seconds
+
+    def _prompt(self, count: int) -> str:
+        return '<prompt schema="bench">' + "".join(f"<m{i}/>" for i in range(count)) + f" {self._text(self.sizes.new)}</prompt>"
+
+    def _plain(self, count: int) -> list[int]:
+        """The same tokens, of which nothing is cached: the first one is another."""
+        _, bound = self.llm.schemas.bind(self._prompt(count))
+        tokens = [token for run in bound.runs for token in run.tokens]
+        return [next(self._fresh), *tokens[1:]]
+
+    def _new(self) -> list[int]:
+        return self.llm.tokenizer.encode(self._text(self.sizes.new))
+
+    def _text(self, tokens: int) -> str:
+        """Words that come to so many tokens, or few more."""
+        words = self.random.choices(self._words, k=tokens)
+        encode = self.llm.tokenizer.encode
+        low, high = 1, tokens
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if len(encode(" ".join(words[:middle]))) < tokens else (low, middle)
+        return " ".join(words[:low])
+
+
+def _ms(medians: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f} ms" for name, value in medians.items())
+
+
+def draw(curve: Sequence[Result], title: str, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    tokens = [int(result.case.split()[2]) for result in curve]
+    for name in (COLD, MODULAR):
+        axis.plot(tokens, [statistics.median(result.samples[name]) for result in curve], marker="o", label=name)
+    axis.set(xlabel="tokens of modules in the prompt", ylabel="time to first token, ms", yscale="log", title=title)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(file)
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    if arguments.random_weights:
+        place = choose_device(arguments.device)
+        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place))
+    if arguments.questions < 1 or arguments.repeats < 1:
+        raise InvalidOption("--questions and --repeats must be at least 1")
+    return load(arguments.model, device=arguments.device, dtype=arguments.dtype)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Measure prompts made of modules: the time to their first token, and how near their answers are to those of plain prompts."
+    parser = Parser(prog="pando bench modules", description=about)
+    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
+    parser.add_argument("--random-weights", action="store_true", help="a model with random weights; needs no file or network")
+    parser.add_argument("--shape", default="smollm2-135m", choices=SHAPES, help="of the random weights (smollm2-135m)")
+    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
+    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    parser.add_argument("--repeats", type=int, default=Sizes.repeats, metavar="N", help=f"of each; medians count ({Sizes.repeats})")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with xquad_en.json: compare answers, too")
+    parser.add_argument("--questions", type=int, default=100, metavar="N", help="that are asked (100)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which questions (0)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time to the first token over the tokens of modules")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    return parser

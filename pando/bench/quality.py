@@ -1,0 +1,210 @@
+"""`pando schema quality`: what modular reuse costs the answers to your own prompts, and what repair buys back.
+
+The file of prompts holds one PML prompt after the other; each begins on a line that starts with `<prompt`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from ..config import Device, DType, EngineConfig, Parser
+from ..engine.schemas import Schemas
+from ..errors import InvalidOption, InvalidPrompt
+from ..markup.binding import Bound
+from ..markup.outline import Encode
+from ..markup.pml import Element, parse
+from ..model.load import load
+from .judge import Distance, Judge, Reference
+from .measure import columns
+
+TOKENS = 32
+REPAIRS = (0.0, 0.1, 0.2, 1.0)
+ENCODES: tuple[Encode, ...] = get_args(Encode)
+SHOWN = 10  # modules that contribute most
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a prompt's states are made. No encode: as the schema says."""
+
+    encode: Encode | None = None
+    repair: float = 0.0
+
+
+@dataclass(frozen=True)
+class Line:
+    way: Way
+    distance: Distance | None  # None: this cannot be done, for the reason in `note`
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A module, and by how much the divergence falls when it alone has seen what stands before it; nats per answer token."""
+
+    path: str
+    prompts: int
+    fall: float
+
+
+@dataclass(frozen=True)
+class Report:
+    prompts: int
+    prompt_tokens: int
+    plain: Distance
+    lines: tuple[Line, ...]
+    shares: tuple[Share, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.tokens < 1:
+        raise InvalidOption(f"--tokens is {arguments.tokens}; it must be at least 1")
+    repairs, encodes = _repairs(arguments.repair), _encodes(arguments.encode)
+    schema = _read(arguments.file)
+    prompts = [parse(text, str(arguments.prompts)) for text in split(_text(arguments.prompts))]
+    if not prompts:
+        raise InvalidPrompt(f"{arguments.prompts} holds no prompt; each begins on a line that starts with <prompt")
+    config = EngineConfig(model=arguments.model, device=arguments.device, dtype=arguments.dtype)
+    model = load(config.model, device=config.device, dtype=config.dtype, compiled=config.native)
+    judge = Judge(model, config, arguments.tokens)
+    ways = [Way(encode, repair) for encode in encodes for repair in repairs]
+    found = report(judge, schema, prompts, ways, arguments.file.parent, progress=sys.stderr.isatty())
+    print(shown(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def report(
+    judge: Judge, schema: Element, prompts: Sequence[Element], ways: Sequence[Way], folder: Path | None = None, *, progress: bool = False
+) -> Report:
+    """Every prompt in every way. Distances are sums over all prompts; one that cannot be repaired spoils the line."""
+    bound = {encode: _bind(judge, schema, prompts, encode, folder) for encode in dict.fromkeys(way.encode for way in ways)}
+    own = bound.get(None) or next(iter(bound.values()))
+    plain, totals, notes, falls = Distance(), dict.fromkeys(ways, Distance()), dict[Way, str](), dict[str, list[float]]()
+    for number, first in enumerate(own):
+        if progress:
+            print(f"prompt {number + 1} of {len(own)}", end="\r", file=sys.stderr, flush=True)
+        reference = judge.reference(first.runs)
+        plain += reference.distance
+        for way in ways:
+            try:
+                totals[way] += judge.distance(bound[way.encode][number].runs, reference, way.repair)
+            except InvalidPrompt as error:
+                notes[way] = str(error)
+        for path, fall in blames(judge, first, reference):
+            falls.setdefault(path, []).append(fall)
+    lines = tuple(Line(way, None if way in notes else totals[way], notes.get(way, "")) for way in ways)
+    shares = [Share(path, len(each), sum(each) / plain.tokens) for path, each in falls.items()]
+    tokens = sum(len(run) for each in own for run in each.runs)
+    return Report(len(own), tokens, plain, lines, tuple(sorted(shares, key=lambda share: -share.fall)))
+
+
+def blames(judge: Judge, bound: Bound, reference: Reference) -> Iterator[tuple[str, float]]:
+    """Each module of a prompt with the nats that are won when its states, and no others, are the exact ones."""
+    if len(reference.prompt) != bound.end and not judge.movable:
+        return  # the exact states stand elsewhere, and cannot move
+    whole = judge.distance(bound.runs, reference).divergence
+    paths = dict.fromkeys(name for name, run in zip(bound.names, bound.runs, strict=True) if run.origin is not None)
+    for path in paths:
+        which = [index for index, name in enumerate(bound.names) if name == path]
+        yield path, whole - judge.blame(bound.runs, reference, which).divergence
+
+
+def _bind(judge: Judge, schema: Element, prompts: Sequence[Element], encode: Encode | None, folder: Path | None) -> list[Bound]:
+    schemas = Schemas(judge.engine)
+    schemas.library.add(schema if encode is None else encoded(schema, encode), directory=folder)
+    return [schemas.library.bind(prompt)[1] for prompt in prompts]
+
+
+def encoded(element: Element, encode: Encode) -> Element:
+    """The same schema with all of its modules encoded in one way."""
+    attributes = {name: value for name, value in element.attributes.items() if name != "encode" or element.name not in ("schema", "module")}
+    if element.name == "schema":
+        attributes["encode"] = encode
+    children = tuple(encoded(child, encode) if isinstance(child, Element) else child for child in element.children)
+    return replace(element, attributes=attributes, children=children)
+
+
+def split(text: str) -> list[str]:
+    """The prompts of a file, each behind as many line breaks as there are lines before it: errors know the right line."""
+    lines = text.splitlines(keepends=True)
+    starts = [number for number, line in enumerate(lines) if line.startswith("<prompt")]
+    ends = [*starts[1:], len(lines)]
+    if starts and (stray := "".join(lines[: starts[0]]).strip()):
+        raise InvalidPrompt(f"the file of prompts begins with {stray[:40]!r}; each prompt begins on a line that starts with <prompt")
+    return ["\n" * start + "".join(lines[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def shown(report: Report) -> str:
+    plain = ("plain prompt", "", "0", "100 %", f"{report.plain.perplexity:.3f}", "")
+    rows = [plain, *map(_row, report.lines)]
+    heads = ("states", "repair", "KL, nats per token", "same top token", "perplexity of the answer", "tokens repaired")
+    size, tokens = report.prompt_tokens / report.prompts, report.plain.tokens
+    parts = [
+        f"{report.prompts} prompts of {size:.0f} tokens on average; held against {tokens} tokens that the plain prompts are answered",
+        columns(heads, rows),
+    ]
+    if report.shares:
+        modules = [(share.path, str(share.prompts), f"{share.fall:+.4f}") for share in report.shares[:SHOWN]]
+        parts.append(columns(("module", "prompts", "KL falls by, if it had seen what stands before it"), modules))
+    return "\n\n".join(parts)
+
+
+def _row(line: Line) -> tuple[str, ...]:
+    way, distance = line.way, line.distance
+    name, share = way.encode or "as the schema says", f"{way.repair:g}"
+    if distance is None:
+        return name, share, "-", "-", "-", line.note.split(",")[0]
+    part = f"{distance.repaired} of {distance.foreign}"
+    return name, share, f"{max(0.0, distance.kl):.4f}", f"{distance.agreement:.1%}", f"{distance.perplexity:.3f}", part
+
+
+def _repairs(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= each <= 1 for each in found):
+        raise InvalidOption(f"--repair {text}: shares of the module tokens are numbers from 0 to 1, separated by commas")
+    return found
+
+
+def _encodes(text: str | None) -> tuple[Encode | None, ...]:
+    if text is None:
+        return (None,)
+    found = tuple(encode for each in text.split(",") for encode in ENCODES if encode == each)
+    if len(found) != len(text.split(",")):
+        raise InvalidOption(f"--encode {text}: it takes {', '.join(ENCODES)}, separated by commas")
+    return found
+
+
+def _read(file: Path) -> Element:
+    return parse(_text(file), str(file))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(f"{file} cannot be read: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Compare answers made from a schema's modules with those to the plain prompts of the same text."
+    parser = Parser(prog="pando schema quality", description=about)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the schema, in PML")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="P", help="a file of prompts; each begins on a line with <prompt")
+    parser.add_argument("--model", default=EngineConfig.model, metavar="M", help=f"the model ({EngineConfig.model})")
+    parser.add_argument("--repair", default=",".join(f"{each:g}" for each in REPAIRS), metavar="R,R", help="shares to repair (0,0.1,0.2,1)")
+    parser.add_argument("--encode", metavar="E,E", help=f"instead of what the schema says: {', '.join(ENCODES)}")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
+    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
+    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, too")
+    return parser

@@ -1,0 +1,51 @@
+"""A model of a known shape with random weights, made in place: how fast a shape is does not depend on what it learnt."""
+
+from tokenizers import Tokenizer as Vocabulary
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Generator, Tensor, device, dtype, empty, ones
+
+from ..model.config import ModelConfig, Rope
+from ..model.load import Model, assembled
+from ..model.tokenizer import Tokenizer
+from ..model.weights import LayerWeights, Norm, Weights
+
+SPREAD = 0.02
+SHAPES = {  # hidden size, layers, heads, KV heads, size of a head, intermediate size, vocabulary
+    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152),
+    "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32000),
+    "tiny": (32, 2, 4, 2, 8, 48, 320),
+}
+
+
+def random_model(shape: str, place: device, kind: dtype, positions: int = 8192, *, compiled: bool = True) -> Model:
+    hidden, layers, heads, kv_heads, size, wide, vocab = SHAPES[shape]
+    config = ModelConfig(
+        family="llama", vocab_size=vocab, hidden_size=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=size,
+        intermediate_size=wide, max_positions=positions, positions="rope", norm="rms", norm_eps=1e-5, activation="silu", gated=True,
+        block="sequential", softmax_scale=size**-0.5, rope=Rope(10000.0, size),
+    )  # fmt: skip
+    make = Generator(place).manual_seed(0)
+
+    def weight(*shape: int) -> Tensor:
+        return empty(shape, device=place, dtype=kind).normal_(0, SPREAD, generator=make)
+
+    def norm() -> Norm:
+        return Norm(ones(hidden, device=place, dtype=kind), None)
+
+    each = tuple(
+        LayerWeights(
+            norm(), norm(), weight((heads + 2 * kv_heads) * size, hidden), None, weight(hidden, heads * size), None,
+            weight(2 * wide, hidden), None, weight(hidden, wide), None, None, None,
+        )
+        for _ in range(layers)
+    )  # fmt: skip
+    weights = Weights(weight(vocab, hidden), None, None, each, norm(), weight(vocab, hidden), None)
+    return assembled(config, weights, byte_tokenizer(), b"random " + shape.encode(), kind, place, compiled=compiled)
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Vocabulary(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return Tokenizer(library.to_str(), {}, [], None)

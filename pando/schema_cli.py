@@ -1,0 +1,124 @@
+"""`pando schema`: what a schema and a prompt come to with a model's tokenizer. No weights are loaded."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from .config import EngineConfig
+from .engine.words import Words
+from .errors import BadModelFile, InvalidOption
+from .kv.run import Run
+from .markup.binding import Bound, bind
+from .markup.outline import Module, every
+from .markup.schema import Part, Schema, read_schema
+from .model.config import ModelConfig
+from .model.hub import ModelFiles, resolve
+from .model.tokenizer import Tokenizer
+
+LEFT = frozenset({"run", "module", "encode", "state", "notes"})  # columns of words; numbers stand to the right
+
+
+def check(config: EngineConfig, file: Path, prompt: Path | None) -> Iterator[str]:
+    """One line on the schema; with a prompt, its layout as a table."""
+    schema = _schema(config, resolve(config.model), file)
+    yield f"{file}: {_summary(schema)}"
+    if prompt is not None:
+        yield from _layout(bind(schema, read_pml(prompt), file=str(prompt)))
+
+
+def show(config: EngineConfig, file: Path) -> Iterator[str]:
+    """The modules of a schema, with what their states take."""
+    files = resolve(config.model)
+    schema = _schema(config, files, file)
+    dtype, token = _token_bytes(config, files)
+
+    def size(runs: Iterable[Run]) -> str:
+        pages = sum(-(-len(run) // config.page_size) for run in runs)
+        return f"{pages * config.page_size * token / 2**20:.2f} MiB"
+
+    yield _summary(schema)
+    modules = list(every(schema.outline.root))
+    texts = schema.modules[: len(schema.modules) - len(modules)]
+    rows = [_row(part, size(part.runs), "") for part in texts]
+    rows += [
+        _row(part, size(part.runs), _notes(schema, module)) for part, module in zip(schema.modules[len(texts) :], modules, strict=True)
+    ]
+    yield from _table(["module", "encode", "tokens", "bytes", "notes"], rows)
+    for scaffold in schema.scaffolds:
+        yield f"scaffold {' '.join(scaffold.paths)}: {scaffold.tokens} tokens once more, {size(scaffold.runs)}"
+    yield f"all of it takes {size(schema.stored)} of KV cache in {dtype}, in whole pages of {config.page_size} tokens"
+
+
+def _row(part: Part, size: str, notes: str) -> list[str]:
+    return [part.path, part.encode, str(part.tokens), size if part.cached else "none", notes]
+
+
+def _notes(schema: Schema, module: Module) -> str:
+    notes = [] if module.cached else ["computed with each prompt"]
+    if (union := schema.unions.get(module)) is not None:
+        others = ", ".join(member.name for member in union.members if member is not module)
+        notes.append(("the default, or " if union.default is module else "or ") + others if others else "alone in its union")
+    for name, param in module.params.items():
+        notes.append(f"{name}: up to {param.length} tokens" + ("" if param.default is None else ", has a default"))
+    return "; ".join(notes)
+
+
+def _layout(bound: Bound) -> Iterator[str]:
+    rows = []
+    for run, name in zip(bound.runs, bound.names, strict=True):
+        moved = f", moved by {run.shift:+}" if run.shift else ""
+        state = "new" if run.origin is None else "cached" + moved
+        rows.append([name, str(len(run)), f"{run.position}-{run.end - 1}", state])
+    yield from _table(["run", "tokens", "positions", "state"], rows)
+    kind = "exact: it answers as the plain prompt does" if bound.exact else "modular: some modules have not seen what stands before them"
+    yield f"{bound.module_tokens + bound.new_tokens} tokens, {bound.module_tokens} from the schema and {bound.new_tokens} new; {kind}"
+
+
+def _summary(schema: Schema) -> str:
+    count, tokens = sum(1 for _ in every(schema.outline.root)), sum(part.tokens for part in schema.modules)
+    modules = "1 module" if count == 1 else f"{count} modules"
+    return f"schema {schema.name}: {modules}, {tokens} tokens; layout {schema.layout}, encode {schema.encode}, order {schema.order}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = [cell.ljust(width) if name in LEFT else cell.rjust(width) for cell, width, name in zip(row, widths, head, strict=True)]
+        yield "  ".join(cells).rstrip()
+
+
+# ---- files and models
+
+
+def _schema(config: EngineConfig, files: ModelFiles, file: Path) -> Schema:
+    facts = _facts(files)
+    words = Words(Tokenizer.from_directory(files.directory))
+    movable = facts.rope is not None or facts.positions == "alibi"
+    max_len = min(config.max_model_len or facts.max_positions, facts.max_positions)
+    return read_schema(read_pml(file), words, movable=movable, max_len=max_len, directory=file.parent, file=str(file))
+
+
+def _facts(files: ModelFiles) -> ModelConfig:
+    try:
+        raw = json.loads(files.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadModelFile(f"{files.config} cannot be read as JSON ({error}); fetch the model again") from error
+    if not isinstance(raw, dict):
+        raise BadModelFile(f"{files.config} holds a {type(raw).__name__}, not an object; fetch the model again")
+    return ModelConfig.from_hf(raw)
+
+
+def _token_bytes(config: EngineConfig, files: ModelFiles) -> tuple[str, int]:
+    """In which type keys and values are held here, and what those of one token take."""
+    from .model.load import choose_device, choose_dtype
+
+    facts, dtype = _facts(files), choose_dtype(config.dtype, choose_device(config.device))
+    return str(dtype).removeprefix("torch."), math.prod((2, facts.layers, facts.kv_heads, facts.head_dim, dtype.itemsize))
+
+
+def read_pml(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidOption(f"{file} cannot be read ({error.strerror}); name a file of PML") from error

@@ -1,0 +1,118 @@
+"""The schemas that clients registered, each owner's for itself, and those of the operator, which everyone may use."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..engine.schemas import Schemas
+from ..errors import InputError, InvalidOption, PandoError
+from ..markup.binding import Bound
+from ..markup.pml import parse
+from ..markup.prompt import prompt_schema
+from ..markup.schema import Schema
+from .limits import MAX_PML_BYTES, MAX_SCHEMAS
+
+BEGINNING = 1024  # characters of a message in which its schema must be named
+PROMPT = re.compile(r"""\s*<prompt\s[^<>]*?\bschema\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)')""")
+
+
+class UnknownSchema(PandoError):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no schema {name[:80]!r}; GET /v1/schemas lists those there are")
+
+
+class NotYours(PandoError):
+    """Only the operator may change it."""
+
+
+class TooManySchemas(InputError):
+    pass
+
+
+class Holdings:
+    """`make` makes the schemas of one owner. Whatever a client may call is safe in any thread, but for `add`: one at a time."""
+
+    def __init__(self, make: Callable[[], Schemas]) -> None:
+        self._make = make
+        self.common = make()
+        self._owned: dict[bytes, Schemas] = {}
+        self._sizes: dict[tuple[bytes, str], int] = {}  # bytes of PML
+
+    # ---- the operator's
+
+    def load(self, files: tuple[str, ...], directory: str | None) -> list[Schema]:
+        """Registers files for everyone, and whatever schemas a directory has. `src` is read below the file's directory."""
+        found = sorted(Path(directory).glob("*.pml")) if directory is not None else []
+        if directory is not None and not Path(directory).is_dir():
+            raise InvalidOption(f"schema_dir: {directory} is no directory; name one with files of PML")
+        return [schema for path in (*map(Path, files), *found) if (schema := self._load(path, required=path not in found)) is not None]
+
+    def _load(self, path: Path, *, required: bool) -> Schema | None:
+        try:
+            element = parse(path.read_bytes(), str(path))
+        except OSError as error:
+            raise InvalidOption(f"schema: {path} cannot be read ({error.strerror}); name a file of PML") from error
+        if element.name == "prompt" and not required:  # they may well lie beside their schemas
+            return None
+        return self.common.add(element, directory=path.parent)
+
+    # ---- a client's
+
+    def add(self, owner: bytes, pml: bytes) -> tuple[Schema, bool]:
+        """Registers a schema, and says whether it is new: one that is here already, with the same content, is the one that is here."""
+        element = parse(pml, "schema")
+        name, own = element.attributes.get("name", "").strip(), self._of(owner)
+        if self.common.library.get(name) is not None:  # a name of the operator's is everyone's
+            return self.common.add(element), False
+        is_new = own.library.get(name) is None
+        if is_new:
+            self._check_room(owner, len(own.library), len(pml))
+        made = own.add(element)
+        if is_new:
+            self._sizes[owner, made.name] = len(pml)
+        return made, is_new
+
+    def _check_room(self, owner: bytes, count: int, size: int) -> None:
+        total = size + sum(size for (whose, _), size in list(self._sizes.items()) if whose == owner)
+        if count >= MAX_SCHEMAS:
+            raise TooManySchemas(f"{count} schemas are registered, the most that one key may have; delete one first")
+        if total > MAX_PML_BYTES:
+            raise TooManySchemas(
+                f"the schemas of one key may have {MAX_PML_BYTES >> 20} MiB together, and with this one they would have "
+                f"{total / 2**20:.1f}; delete one first"
+            )
+
+    def remove(self, owner: bytes, name: str) -> None:
+        """Prompts that are being answered finish."""
+        if not self._of(owner).remove(name):
+            if self.common.library.get(name) is not None:
+                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only they can let go of it")
+            raise UnknownSchema(name)
+        self._sizes.pop((owner, name), None)
+
+    def find(self, owner: bytes, name: str) -> tuple[Schemas, Schema]:
+        for schemas in (self._of(owner), self.common):
+            if (found := schemas.library.get(name)) is not None:
+                return schemas, found
+        raise UnknownSchema(name)
+
+    def each(self, owner: bytes) -> Iterator[tuple[Schemas, Schema]]:
+        for schemas in (self.common, self._of(owner)):
+            yield from ((schemas, schema) for schema in schemas.library)
+
+    def bind(self, owner: bytes, pml: str) -> Bound:
+        element = parse(pml, "prompt")
+        name, own = prompt_schema(element), self._of(owner)
+        schemas = self.common if own.library.get(name) is None and self.common.library.get(name) is not None else own
+        return schemas.bind(element)[1]
+
+    def is_prompt(self, owner: bytes, text: str) -> bool:
+        """Whether a text is a prompt in PML: it begins as one, and this owner has its schema."""
+        found = PROMPT.match(text[:BEGINNING])
+        name = (found[1] or found[2] or "").strip() if found else ""
+        return bool(name) and any(schemas.library.get(name) is not None for schemas in (self._of(owner), self.common))
+
+    def _of(self, owner: bytes) -> Schemas:
+        if (found := self._owned.get(owner)) is None:
+            found = self._owned.setdefault(owner, self._make())
+        return found
