@@ -148,7 +148,7 @@ class Judge:
 
 def _foreign(row: Row, runs: Sequence[Run]) -> int:
     """Tokens of modules; what is computed in place between them is none."""
-    given = runs if not row.repair else [run for run in runs if run.origin is not None]
+    given = [run for run in runs if len(run) and (run.origin is not None or not row.repair)]
     pairs = zip(row.wants, given, strict=False)
     return sum(len(want.run) for want, run in pairs if run.origin is not None and not want.exact)
 

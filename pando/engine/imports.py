@@ -21,7 +21,7 @@ class Want:
     lineage: Lineage
     keys: tuple[Key, ...]  # of its full pages
     passing: bool = False  # needed to make another, and by nobody else: it is not kept
-    exact: bool = True  # it was encoded behind exactly what stands before it
+    exact: bool = True  # it was encoded behind what stands before it here
 
     @property
     def name(self) -> tuple[Key, bytes]:
@@ -64,7 +64,7 @@ def wants(root: Key, runs: Sequence[Run], page_size: int, *, makes: bool = False
         extend_keys(keys, lineage, run.tokens, page_size)
         same = run.shift == 0 and context_digest(in_place(run.origin.context)) == before.digest()
         exact = exact and same
-        found.append(Want(run, lineage, tuple(keys), makes and given.origin is None, exact))
+        found.append(Want(run, lineage, tuple(keys), makes and given.origin is None, exact or given.origin is None))
         before.update(run.digest)
     return tuple(found)
 

@@ -237,7 +237,19 @@ class Scheduler:
         if row.found is None:
             row.found = sum(len(each.want.run) for each in row.imports)
             row.miss = self._missing(row, missing[0]) if missing else None
-        return [self._maker(row.tenant, want, row.arrival) for want in missing if want.name not in self._making] if missing else None
+        return self._makers(row, missing) if missing else None
+
+    def _makers(self, row: Row, missing: Sequence[Want]) -> list[Row]:
+        """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds."""
+        found = []
+        for want in missing:
+            maker = self._making.get(want.name)
+            if maker is None:
+                found.append(self._maker(row.tenant, want, row.arrival))
+            elif maker in self.waiting:
+                self.waiting.remove(maker)
+                found.append(maker)
+        return found
 
     def _missing(self, row: Row, lost: Want) -> Miss:
         before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])

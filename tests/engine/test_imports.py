@@ -185,6 +185,33 @@ def test_under_pressure_modules_are_evicted_and_made_again_and_answers_stay_the_
     assert small.pages_in_use == 0, "something is still pinned"
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_full_pool_of_plain_prompts_and_modules_never_gets_stuck(seed: int) -> None:
+    """A row holds what it has found, and waits for rows that make the rest: they may not wait behind one that needs that room."""
+    model, chance, requests = tiny_model(), random.Random(seed), []
+    for i in range(30):
+        if chance.random() < 0.4:
+            requests.append(Request(f"{i}", words(200 + chance.randrange(6), chance.choice([5, 40, 90])), greedy(chance.choice([1, 8, 30]))))
+            continue
+        runs, place = [OPENING], 10
+        for name in chance.sample(range(8), chance.randint(1, 3)):
+            runs.append(module(40 + name, 4 + 7 * name, place))
+            place = runs[-1].end
+        requests.append(ask(f"{i}", runs, words(100 + i, 5), chance.choice([1, 8])))
+    roomy = tokens_of(run(tiny_engine(model), requests))
+    small = tiny_engine(model, kv_cache_tokens=256, max_num_seqs=6)
+    found: dict[str, list[int]] = {}
+    waiting = list(requests)
+    for _ in range(4000):
+        if waiting and chance.random() < 0.3:
+            small.add(waiting.pop(0))
+        for event in small.step() if small.has_work else ():
+            found.setdefault(event.request_id, []).append(event.token)
+        if not waiting and not small.has_work:
+            break
+    assert {(name, 0): tokens for name, tokens in found.items()} == roomy
+
+
 def test_what_a_running_request_reads_cannot_be_evicted(engine: Engine) -> None:
     runs = [OPENING, module(2, 21, 10)]
     engine.add(ask("x", runs, tokens=20))
