@@ -191,7 +191,8 @@ def test_a_full_pool_of_plain_prompts_and_modules_never_gets_stuck(seed: int) ->
     model, chance, requests = tiny_model(), random.Random(seed), []
     for i in range(30):
         if chance.random() < 0.4:
-            requests.append(Request(f"{i}", words(200 + chance.randrange(6), chance.choice([5, 40, 90])), greedy(chance.choice([1, 8, 30]))))
+            prompt = words(200 + chance.randrange(6), chance.choice([5, 40, 90]))
+            requests.append(Request(f"{i}", prompt, greedy(chance.choice([1, 8, 30]))))
             continue
         runs, place = [OPENING], 10
         for name in chance.sample(range(8), chance.randint(1, 3)):
