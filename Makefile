@@ -34,7 +34,7 @@ run: .venv/.core
 	@$(BIN)/pando run $(ARGS) -- $(MODEL) "$$PANDO_MAKE_PROMPT"
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check

@@ -175,7 +175,7 @@ def test_run_answers_a_prompt_made_of_modules(files, llm, capsys):
     assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5, "--stats") == 0
     again = capsys.readouterr()
     assert again.out == first.out
-    assert again.err.startswith("34 prompt tokens, 33 cached · ") and "modular: 18 tokens are approximate" in again.err
+    assert again.err.startswith("34 prompt tokens, 33 cached · ") and "modular: 15 tokens are approximate" in again.err
 
 
 def test_an_eager_run_encodes_all_modules_first(files, llm, capsys):

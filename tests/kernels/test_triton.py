@@ -64,7 +64,7 @@ def check(gpu: ModuleType, case: Case, processors: int | None = None) -> OnDevic
     return path
 
 
-SEEDS = range(24) if DEVICE.type == "cuda" else range(1, 5)
+SEEDS = range(24) if DEVICE.type == "cuda" else (1, 4)
 TAILS = (0, 3, 4, 11, 63, 64, 65, 300) if DEVICE.type == "cuda" else (0, 3, 4, 65)
 
 
@@ -72,7 +72,7 @@ TAILS = (0, 3, 4, 11, 63, 64, 65, 300) if DEVICE.type == "cuda" else (0, 3, 4, 6
 def test_the_gpu_path_equals_the_definition_over_random_plans(gpu: ModuleType, positions: str) -> None:
     moved = 0
     for seed in SEEDS:
-        case = Case(seed, positions, tails=TAILS, page=PAGE)
+        case = Case(seed, positions, tails=TAILS, page=PAGE, rows=None if DEVICE.type == "cuda" else 3)
         moved += case.moves
         check(gpu, case)
     assert moved, "none of the plans placed a segment elsewhere"
