@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 TORCH_FREE = (
     *("kv.segment", "kv.run", "kv.tree", "kv.plan", "kv.pages"),
-    *("engine.request", "engine.words", "engine.pins", "engine.imports", "engine.scheduler"),
+    *("engine.request", "engine.words", "engine.pins", "engine.imports", "engine.row", "engine.scheduler", "engine.facts"),
     *("markup.binding", "markup.library", "markup.layout", "markup.pml", "markup.schema"),
     *("config", "arguments", "cli", "chat", "errors"),
 )

@@ -328,7 +328,7 @@ def test_the_documents_list_every_mode_of_attention():
 
 
 def test_the_server_document_lists_every_metric():
-    from pando.engine.engine import Stats
+    from pando.engine.facts import Stats
     from pando.server.metrics import Metrics
 
     names = set(Metrics("tiny", Stats, "vllm").names())

@@ -19,7 +19,7 @@ from pando.model.tokenizer import Tokenizer
 from .tiny import tiny_llm, tiny_model, tiny_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "run.py").exists())
+NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "schema.pml").exists())
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 
 
@@ -66,11 +66,11 @@ def test_it_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     folder = Path(shutil.copytree(EXAMPLES / name, tmp_path / name))
     schema = folder / "schema.pml"
     schema.write_text(in_bytes(schema.read_text(encoding="utf-8")), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"example_{name}", folder / "run.py")
+    spec = importlib.util.spec_from_file_location("examples_run", EXAMPLES / "run.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(small_llm(), 3)
+    module.main(small_llm(), folder, 3)
     cached = re.findall(r"^(\d+) of (\d+) tokens came from the cache", capsys.readouterr().out, re.MULTILINE)
     assert len(cached) == len(bound(name))
     assert all(int(found) > int(of) // 2 for found, of in cached)

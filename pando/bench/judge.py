@@ -14,8 +14,8 @@ from torch import Tensor
 from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.request import Request, SamplingParams
+from ..engine.row import Row, Schedule
 from ..engine.sampler import Chosen
-from ..engine.scheduler import Row, Schedule
 from ..kv.run import Origin, Run
 from ..model.load import Model
 

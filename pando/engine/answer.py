@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from ..model.tokenizer import Detokenizer, Tokenizer
 from .request import FinishReason, Logprob, Reuse, TokenEvent
+from .row import Row
 from .sampler import NO_TOKEN, Chosen
-from .scheduler import Row
 
 PROMPT_TAIL = 8  # tokens of the prompt that decide how the first word of the answer is spelt
 

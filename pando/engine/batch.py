@@ -21,7 +21,7 @@ from ..kernels.reference import Geometry
 from ..kv.plan import DEFAULT, CostModel, Plan, plan, ranges
 from ..model.decoder import Attend, Step
 from ..model.load import Model
-from .scheduler import Row, Schedule
+from .row import Row, Schedule
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..kv.plan import DEFAULT, CostModel
+from ..config import Attention
+from ..kv.plan import ALWAYS, DEFAULT, NEVER, CostModel
 
 if TYPE_CHECKING:
     import torch
+
+    from ..model.load import Model
 
 log = logging.getLogger(__name__)
 
@@ -102,3 +105,15 @@ def keep_cost(cost: CostModel, subject: Subject, folder: Path, samples: Sequence
             Path(fresh.name).unlink(missing_ok=True)
             raise
     return file
+
+
+def chosen_cost(model: "Model", attention: Attention, folder: Path) -> CostModel:
+    """When a read is shared. What `pando bench attention --calibrate` found on this device counts more than the defaults."""
+    if attention in ("shared", "flat"):
+        return ALWAYS if attention == "shared" else NEVER
+    heads, kv_heads, size = model.decoder.geometry[:3]
+    found = cost_of(device_name(model.device), str(model.dtype).removeprefix("torch."), heads, kv_heads, size, folder)
+    cost = found or default_cost(model.device)
+    source = "the defaults" if found is None else "measured on this device"
+    log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
+    return cost

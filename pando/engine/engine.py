@@ -1,101 +1,48 @@
 """The engine: requests in, tokens out, one step at a time."""
 
-import logging
-import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import Attention, EngineConfig
+from ..config import EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
-from ..kv.plan import ALWAYS, NEVER, CostModel, Plan
 from ..kv.pool import PagePool
 from ..kv.run import Run, context_key
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..kv.tree import PrefixTree, Stem
-from ..model.load import Model, free_memory
+from ..model.load import Model
 from ..model.shelf import Shelf
 from .answer import Answer
 from .batch import Batcher, lowering_of
-from .costs import cost_of, default_cost, device_name
+from .costs import chosen_cost
+from .facts import Shared, Stats, StepFacts
 from .imports import find, in_place, wants
 from .pins import Pin, Pins
 from .repair import Repairer, check_gaps, check_share
 from .repair import key as repair_key
 from .request import Request, Tenant, TokenEvent
+from .row import Row, Schedule
 from .sampler import Chosen, Sampler, check
-from .scheduler import Row, Schedule, Scheduler
+from .scheduler import Scheduler
+from .sizing import context_of, page_count
 
-log = logging.getLogger(__name__)
-
-POOL_CONTEXTS = 8  # full contexts that the pool holds by default, memory permitting
-MAX_SLOTS = 2**31 - 1  # kernels count them in 32 bits
-POOL_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the free memory, at most
 PIN_SHARE = 0.25  # of the pool that pins may hold
 MANY_OWNERS = 4096  # from which on they are looked through
 PUBLIC = Tenant(b"public", b"public")  # what belongs to everyone
 
 
-@dataclass(frozen=True)
-class Stats:
-    steps: int = 0
-    plans: int = 0
-    preemptions: int = 0
-    pages: int = 0
-    pages_in_use: int = 0  # by rows and by the tree
-    pages_cached: int = 0  # by the tree
-    pages_evictable: int = 0
-    pages_pinned: int = 0
-    running: int = 0
-    waiting: int = 0
-    attention: Attention | None = None
-    shared_reads: int = 0  # this and what follows as in StepFacts, of all steps together
-    shared_rows: int = 0
-    read_bytes: int = 0
-    flat_bytes: int = 0
-
-
-class StepFacts(NamedTuple):
-    """Of one step. Bytes are those of K and V, in all layers; however many tokens a row brings, it counts once."""
-
-    rows: int = 0
-    tokens: int = 0
-    shared_reads: int = 0  # that served several rows
-    shared_rows: int = 0  # rows of each of them, added up
-    read_bytes: int = 0  # of all reads
-    flat_bytes: int = 0  # the same, had every row read by itself whatever it sees
-
-    def plus(self, other: "StepFacts") -> "StepFacts":
-        return StepFacts(*map(operator.add, self, other))
-
-
-class _Shared(NamedTuple):
-    """What a plan's shared reads come to."""
-
-    reads: int = 0
-    rows: int = 0
-    spared: int = 0  # tokens that need not be read again for each further row
-
-    @classmethod
-    def by(cls, plan: Plan) -> "_Shared":
-        rows = np.diff(plan.row_starts[: plan.shared + 1]).astype(np.int64)
-        return cls(plan.shared, int(rows.sum()), int(plan.tokens[: plan.shared] @ (rows - 1)))
-
-
 class Engine:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
-        self.max_len = _context(model, config)
+        self.max_len = context_of(model, config)
         facts = model.config
-        self.pages = Pages(_page_count(model, config, self.max_len), config.page_size)
+        self.pages = Pages(page_count(model, config, self.max_len), config.page_size)
         self.tree = PrefixTree(config.page_size)
         self.pool = PagePool(
             self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=model.device
@@ -104,7 +51,13 @@ class Engine:
             self.pages, self.tree, max_rows=config.max_num_seqs, budget=config.max_num_batched_tokens, reuse=config.prefix_caching
         )
         lower = lowering_of(model, config.page_size, use_reference=config.attention == "reference")
-        self.batcher = Batcher(model.decoder.geometry, config.page_size, model.device, lower, cost=_cost(model, config.attention))
+        self.batcher = Batcher(
+            model.decoder.geometry,
+            config.page_size,
+            model.device,
+            lower,
+            cost=chosen_cost(model, config.attention, Shelf.of_user().home / "costs"),
+        )
         self.repairer = Repairer(model.decoder, self.pool, lower)
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
@@ -113,7 +66,7 @@ class Engine:
         self._many_owners = MANY_OWNERS
         self.steps = 0
         self.facts = self.totals = StepFacts()
-        self._shared = _Shared()
+        self._shared = Shared()
         self._token_bytes = self.pool.nbytes // (self.pages.count * self.pages.page_size)
         self._attention = config.attention
         self._stepping = False
@@ -134,8 +87,7 @@ class Engine:
         check(params, self.model.config.vocab_size)
         last = self._last(own, params.max_tokens, at, self._pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        tenant = root_key(self.model.digest, request.tenant.salt)
-        lineage = self._lineage(request.tenant, request.public)
+        tenant, lineage = self._tenant(request.tenant), self._lineage(request.tenant, request.public)
         asked, eos = wants(tenant, before, self.pages.page_size), self._eos
         self.owners.update((want.lineage.owner, request.tenant.owner) for want in asked)
         foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
@@ -146,7 +98,7 @@ class Engine:
         if repair:  # the row of a plain prompt, but for where its states come from
             check_gaps(before, at)
             asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
-            last, at, imported = self._last(prompt, params.max_tokens, 0, sum(self.pages.needed(len(want.run)) for want in asked)), 0, []
+            last, at, imported = self._last(prompt, params.max_tokens, 0, self._pages_of(before)), 0, []
         trace = [] if before else self._trace(prompt, request.tenant.owner)
         blocked = (*eos, *(params.stop_token_ids or ()))
         rows = [
@@ -192,9 +144,14 @@ class Engine:
             if other.position < one.end:
                 raise InvalidPrompt(f"a run at position {other.position} begins inside the one before it, which ends at {one.end}")
 
+    def _tenant(self, tenant: Tenant) -> Key:
+        """The root of what a tenant has."""
+        key = root_key(self.model.digest, tenant.salt)
+        self.owners[key] = tenant.owner
+        return key
+
     def _lineage(self, tenant: Tenant, public: int) -> Lineage:
-        own = root_key(self.model.digest, tenant.salt)
-        self.owners[own] = tenant.owner
+        own = self._tenant(tenant)
         if len(self.owners) > self._many_owners:
             self._forget_owners()
         pages = public // self.pages.page_size
@@ -293,7 +250,7 @@ class Engine:
         if not rows:
             return StepFacts()
         if schedule.changed:
-            self._shared = _Shared.by(self.batcher.plan)
+            self._shared = Shared.by(self.batcher.plan)
             flat = sum(row.computed + row.imported for row in schedule.rows) + sum(schedule.counts)
         else:
             flat = self.facts.flat_bytes // size + rows
@@ -399,7 +356,7 @@ class Engine:
 
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""
-        [want] = wants(root_key(self.model.digest, tenant.salt), [run], self.pages.page_size)
+        [want] = wants(self._tenant(tenant), [run], self.pages.page_size)
         found = find(self.tree, want, self.scheduler.clock())
         if found is not None:
             self.tree.unpin(found.pinned)
@@ -408,11 +365,6 @@ class Engine:
     def bytes_of(self, runs: Sequence[Run]) -> int:
         """What the states of runs take, in whole pages."""
         return sum(self.pages.needed(len(run)) for run in runs) * self.pages.page_size * self._token_bytes
-
-    def _tenant(self, tenant: Tenant) -> Key:
-        key = root_key(self.model.digest, tenant.salt)
-        self.owners[key] = tenant.owner
-        return key
 
     # ---- checks
 
@@ -458,44 +410,3 @@ def _score(row: Row, count: int, logits: Tensor) -> None:
     if following:
         scores = logits[: len(following)].log_softmax(-1)
         row.scored[row.computed :] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()
-
-
-def _context(model: Model, config: EngineConfig) -> int:
-    native = model.config.max_positions
-    if config.max_model_len is None:
-        return native
-    if config.max_model_len > native:
-        raise InvalidOption(f"max_model_len is {config.max_model_len} and the model was made for {native}; use at most {native}")
-    return config.max_model_len
-
-
-def _cost(model: Model, attention: Attention) -> CostModel:
-    """When a read is shared. What `pando bench attention --calibrate` found on this device counts more than the defaults."""
-    if attention in ("shared", "flat"):
-        return ALWAYS if attention == "shared" else NEVER
-    heads, kv_heads, size = model.decoder.geometry[:3]
-    dtype = str(model.dtype).removeprefix("torch.")
-    found = cost_of(device_name(model.device), dtype, heads, kv_heads, size, Shelf.of_user().home / "costs")
-    cost = found or default_cost(model.device)
-    source = "the defaults" if found is None else "measured on this device"
-    log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
-    return cost
-
-
-def _page_count(model: Model, config: EngineConfig, context: int) -> int:
-    facts, free = model.config, free_memory(model.device)
-    size = PagePool.page_bytes(config.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.dtype)
-    if config.kv_cache_tokens is not None:
-        count = min(config.kv_cache_tokens, MAX_SLOTS) // config.page_size
-        if count * size > free:
-            raise InvalidOption(
-                f"a KV cache of {config.kv_cache_tokens} tokens needs {count * size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
-                f"lower kv_cache_tokens to at most {free // size * config.page_size}"
-            )
-        return count
-    affordable = min(int(free * POOL_SHARE[model.device.type]) // size, MAX_SLOTS // config.page_size)
-    wanted = -(-POOL_CONTEXTS * context // config.page_size)
-    count = affordable if model.device.type == "cuda" else min(affordable, wanted)
-    if count < 1:
-        raise InvalidOption("there is no memory for a KV cache; free some, or choose a smaller model or dtype")
-    return count

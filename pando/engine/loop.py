@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from .engine import Engine, Stats, StepFacts
+from .engine import Engine
+from .facts import Stats, StepFacts
 from .request import Request, TokenEvent
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from .gpu_tiles import Size, Tiles, keys_of, sizes, wide
-from .ops import TorchOps
+from .ops import FusedOps
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate, turns
@@ -164,17 +164,10 @@ def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int
         raise RuntimeError("they answered no numbers")
 
 
-class TritonOps(TorchOps):
-    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if turn is None:
-            return super().rotate_and_store(qkv, turn, slots, k, v)
-        count, both, size = qkv.shape
-        kv_heads = k.shape[1]
-        heads = both - 2 * kv_heads
-        qkv = qkv.contiguous()
-        turned = qkv.new_empty(count, heads, size)
+class TritonOps(FusedOps):
+    def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
+        (count, both, size), heads, kv_heads = qkv.shape, turned.shape[1], k.shape[1]
         kernels.rotate_and_store[(count, triton.cdiv(both, HEADS))](
             qkv, torch.view_as_real(turn), slots, turned, k, v,
             heads, kv_heads, size, turn.shape[-1], triton.next_power_of_2(-(-size // 2)), HEADS, num_warps=2,
         )  # fmt: skip
-        return qkv[:, :heads], turned

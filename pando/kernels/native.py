@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .cpu import Run, Square, split_own
-from .ops import Activation, Apply, TorchOps
+from .ops import Activation, Apply, FusedOps
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate
@@ -137,7 +137,7 @@ def native_linear(library: Library, weight: Tensor, bias: Tensor | None) -> Appl
     return apply
 
 
-class NativeOps(TorchOps):
+class NativeOps(FusedOps):
     def __init__(self, library: Library) -> None:
         self.library = library
 
@@ -165,19 +165,12 @@ class NativeOps(TorchOps):
 
         return apply
 
-    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if turn is None:
-            return super().rotate_and_store(qkv, turn, slots, k, v)
-        count, both, size = qkv.shape
-        kv_heads = k.shape[1]
-        heads = both - 2 * kv_heads
-        qkv = qkv.contiguous()
-        turned = qkv.new_empty(count, heads, size)
+    def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
+        count, heads, size = turned.shape
         self.library.rotate_and_store(
             qkv.data_ptr(), turn.data_ptr(), turn.shape[-1], slots.data_ptr(), turned.data_ptr(), k.data_ptr(), v.data_ptr(),
-            count, heads, kv_heads, size,
+            count, heads, k.shape[1], size,
         )  # fmt: skip
-        return qkv[:, :heads], turned
 
 
 def supports(geometry: Geometry) -> bool:

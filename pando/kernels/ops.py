@@ -49,3 +49,21 @@ class TorchOps:
         k.index_copy_(0, slots, key)
         v.index_copy_(0, slots, value)
         return q, turned
+
+
+class FusedOps(TorchOps):
+    """Where a kernel takes queries, keys and values apart in one go."""
+
+    def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes the rotated queries to `turned`, and the rest to the pool."""
+        raise NotImplementedError
+
+    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if turn is None:
+            return super().rotate_and_store(qkv, turn, slots, k, v)
+        count, both, size = qkv.shape
+        heads = both - 2 * k.shape[1]
+        qkv = qkv.contiguous()
+        turned = qkv.new_empty(count, heads, size)
+        self.turn_and_store(qkv, turn, slots, turned, k, v)
+        return qkv[:, :heads], turned

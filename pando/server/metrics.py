@@ -15,7 +15,7 @@ from ..config import MetricsCompat
 from ..engine.request import MissReason
 
 if TYPE_CHECKING:
-    from ..engine.engine import Stats
+    from ..engine.facts import Stats
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "timeout", "failed"]
 Source = Literal["computed", "device", "host", "disk", "module"]

@@ -7,8 +7,8 @@ import pytest
 
 from pando.engine.answer import Answer
 from pando.engine.request import SamplingParams, TokenEvent
+from pando.engine.row import Row
 from pando.engine.sampler import NO_TOKEN, Chosen
-from pando.engine.scheduler import Row
 
 from ..tiny import END, tiny_tokenizer
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pando.engine import engine as engines
-from pando.engine.engine import PUBLIC, Engine, StepFacts
+from pando.engine.engine import PUBLIC, Engine
+from pando.engine.facts import StepFacts
 from pando.engine.request import Miss, Request, SamplingParams, Tenant, TokenEvent
-from pando.engine.scheduler import Schedule
+from pando.engine.row import Schedule
 from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong, QuotaExceeded
 from pando.model.decoder import Decoder, Step
 from pando.model.load import Model

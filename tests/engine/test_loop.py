@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import pytest
 from torch import Tensor
 
-from pando.engine.engine import Engine, StepFacts
+from pando.engine.engine import Engine
+from pando.engine.facts import StepFacts
 from pando.engine.loop import FAILURES, EngineLoop
 from pando.engine.request import Request, TokenEvent
-from pando.engine.scheduler import Schedule
+from pando.engine.row import Schedule
 from pando.errors import InvalidPrompt
 
 from ..tiny import greedy, run, tiny_engine

@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator
 
 from pando.engine.request import SamplingParams
-from pando.engine.scheduler import Row, Schedule, Scheduler
+from pando.engine.row import Row, Schedule
+from pando.engine.scheduler import Scheduler
 from pando.kv.pages import Pages
 from pando.kv.segment import Lineage
 from pando.kv.tree import PrefixTree

@@ -1,0 +1,104 @@
+"""A row, and what is decided about rows for one step: values of the scheduler's, which alone changes them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..kv.plan import RowView
+from ..kv.segment import Key, Lineage, Placement
+from ..kv.tree import Stem
+from .imports import Import, Want
+from .request import Constraint, Miss, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One answer being made: its tokens, and while it runs, its place in the tree and its pages."""
+
+    request_id: str
+    index: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    lineage: Lineage
+    last: int  # the most tokens it may come to
+    tenant: Key = b""  # the root of what its tenant has
+    blocked: Sequence[int] = ()  # tokens it may not choose before min_tokens
+    constraint: Constraint | None = None  # what it may become
+    trace: Sequence[Key] = ()  # keys of the prompt's pages, and of what is left, as every tenant of its owner would have them
+    output: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # prompt, but for what is imported, and output
+    keys: list[Key] = field(default_factory=list)  # of its full pages, as far as they were needed
+    arrival: int = 0
+    stem: Stem | None = None  # the deepest on its path; pinned
+    pages: list[int] = field(default_factory=list)  # all of them, the tree's first
+    settled: int = 0  # tokens whose pages are the tree's
+    computed: int = 0  # tokens whose K and V are in the pool
+    cached: int | None = None  # prompt tokens that were there when it was first admitted
+    miss: Miss | None = None  # and why they were no more
+    arrived: float = 0.0
+    waited: float = 0.0  # seconds until then
+    scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
+    at: int = 0  # the position of its first token
+    imported: int = 0  # tokens of the prompt that stand before them
+    wants: Sequence[Want] = ()  # where those are
+    imports: tuple[Import, ...] = ()  # the same, found; pinned
+    found: int | None = None  # tokens of it that were there when it was first looked for
+    makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
+    repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
+    _view: RowView | None = field(default=None, init=False, repr=False)
+    _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt[self.imported :])
+
+    @property
+    def behind(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def view(self, page_size: int) -> RowView:
+        """As the plan sees it: the same object until what it reads is another."""
+        path = self.stem.path() if self.stem else ()
+        imports = () if self.repair else self.imports
+        before = tuple(found.path() for found in imports)
+        now = (path, before, self.pages, len(self.pages), self.settled)
+        if self._view is None or self._viewed != now:
+            moves = [found.want.run.shift for found in imports]
+            placements = [Placement(segment, shift) for segments, shift in zip(before, moves, strict=True) for segment in segments]
+            tail = tuple(self.pages[self.settled // page_size :])
+            self._viewed = now
+            self._view = RowView([*placements, *map(Placement, path)], tail, self.at + self.settled)
+        return self._view
+
+    @property
+    def foreign(self) -> int:
+        """Tokens that were encoded behind something else than what stands before them here."""
+        return sum(len(want.run) for want in self.wants if not want.exact)
+
+    @property
+    def repaired(self) -> int:
+        """So many of those are computed again."""
+        return min(self.foreign, math.ceil(self.repair * self.foreign - 1e-6))
+
+    @property
+    def repaired_end(self) -> int:
+        """So many of its first tokens have their states from a repair: up to the end of the last module."""
+        return self.wants[-1].run.end if self.repair else 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The first tokens of a page, into another."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    rows: list[Row]
+    counts: list[int]  # tokens each computes
+    copies: list[Copy]  # before anything is computed, in this order
+    changed: bool  # rows or pages differ from the step before, or rows compute more than their next token
+    repairs: Sequence[Row] = ()  # rows whose first tokens are repaired before the others are computed
