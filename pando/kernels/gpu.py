@@ -25,6 +25,8 @@ from .rope import rotate, turns
 LOG2_E = math.log2(math.e)
 MERGED = 16  # parts looked at together, at most
 HEADS = 8  # written together
+FETCHERS = 32  # programs that fetch pages from host memory
+FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
 
 
 class Device(NamedTuple):
@@ -61,37 +63,35 @@ class TritonLowering:
         self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
         self._most_parts = triton.next_power_of_2(max(1, int(np.diff(tiles.starts).max(initial=0))))
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
-        self._moved: Tensor | None = None
-        if len(tiles.moved):
-            self._moved = torch.from_numpy(reads.queries[tiles.moved].astype(np.int64)).to(place)
-            self._shifts = torch.from_numpy(reads.shifts[tiles.moved].astype(np.int64)).to(place)
-        self._put(tiles, positions)
+        self._moves = torch.zeros(2, math.ceil(len(tiles.moved) * spare), dtype=torch.int64, device=place)  # queries to turn again; how far
+        self._put(tiles, reads, positions)
 
     def replace(self, reads: Reads, positions: Tensor) -> bool:
-        """Takes another plan, and answers whether it could: it may have no more of anything than there is room for, and no shifts."""
+        """Takes another plan, and answers whether it could: it may have no more of anything than there is room for."""
         tiles = self._cut(reads, len(positions))
         fits = (
             all(n <= most for n, most in zip(tiles.launches, self._grids, strict=True))
             and all(numbers.size <= self._room[name] for name, numbers in tiles.arrays().items())
             and tiles.parts <= len(self._parts)
             and len(positions) <= len(self._positions)
-            and self._moved is None
-            and not len(tiles.moved)
+            and len(tiles.moved) <= self._moves.shape[1]
         )
         if fits:
-            self._put(tiles, positions)
+            self._put(tiles, reads, positions)
         return fits
 
     def _cut(self, reads: Reads, count: int) -> Tiles:
         return Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
 
-    def _put(self, tiles: Tiles, positions: Tensor) -> None:
-        """One copy for all arrays."""
+    def _put(self, tiles: Tiles, reads: Reads, positions: Tensor) -> None:
+        """One copy for all arrays, and one for what is shifted."""
         host, offset = np.zeros(len(self._ints), dtype=np.int32), 0
         for name, numbers in tiles.arrays().items():
             host[offset : offset + numbers.size] = numbers.reshape(-1)
             offset += self._room[name]
         self._ints.copy_(torch.from_numpy(host))
+        if len(tiles.moved):
+            self._moves[:, : len(tiles.moved)] = torch.from_numpy(np.stack((reads.queries[tiles.moved], reads.shifts[tiles.moved])))
         self.begin(positions)
 
     def begin(self, positions: Tensor) -> None:
@@ -102,13 +102,14 @@ class TritonLowering:
             triton.next_power_of_2(max(1, pairs)), self._keys, num_warps=1,
         )  # fmt: skip
         freqs = self._geometry.freqs
-        if self._moved is not None and freqs is not None:
-            self._turn = turns(self._positions[self._moved] - self._shifts, freqs, self._geometry.factor)
+        if self._moves.numel() and freqs is not None:
+            queries, shifts = self._moves
+            self._turn = turns(self._positions[queries] - shifts, freqs, self._geometry.factor)
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
         g, count = self._geometry, len(q)
-        if self._moved is not None:
-            turned = torch.cat((turned, rotate(q[self._moved], self._turn)))
+        if self._moves.numel():
+            turned = torch.cat((turned, rotate(q[self._moves[0]], self._turn)))
         turned = turned.contiguous()
         out = torch.empty(count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
         large, small, merged = self._grids
@@ -171,3 +172,12 @@ class TritonOps(FusedOps):
             qkv, torch.view_as_real(turn), slots, turned, k, v,
             heads, kv_heads, size, turn.shape[-1], triton.next_power_of_2(-(-size // 2)), HEADS, num_warps=2,
         )  # fmt: skip
+
+
+def fetch(where: Tensor, k: Tensor, v: Tensor, page_size: int) -> None:
+    """Pages of one layer from pinned host memory. `where`: their addresses, and where they go, int64 [2, N]; k and v [S, K, D]. A page's
+    bytes are a multiple of 4."""
+    sources, pages = where
+    half = page_size * k[0].nbytes // 4
+    k, v = k.view(torch.int32), v.view(torch.int32)
+    kernels.fetch[(min(FETCHERS, len(pages) * triton.cdiv(half, FETCHED)),)](sources, pages, k, v, len(pages), half, FETCHED, num_warps=8)

@@ -125,19 +125,32 @@ static inline int any_above(vec x, float limit) {
 
 #define LOG2_E 1.44269504f
 
-/* 2^x, 2e-7 relative: a whole power times a polynomial. Below -126 it answers that of -126, which is nothing; x is at most 127. NaN stays
+/* 2^x of `count` vectors at once, so that none waits for itself: 2e-7 relative, or, `roughly`, 1e-4, a fraction of what a bfloat16 keeps. A
+   polynomial, to whose exponent a whole number is added. Below -126 it answers that of -126, which is nothing; x is at most 127. NaN stays
    NaN: a row without numbers must be found out. */
+static inline void powers(vec *x, int count, int roughly) {
+    vec n[4], p[4];
+    for (int i = 0; i < count; i++) x[i] = larger(all(-126.0f), x[i]);
+    for (int i = 0; i < count; i++) n[i] = x[i] + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
+    for (int i = 0; i < count; i++) x[i] -= n[i] - 12582912.0f;
+    if (roughly) {
+        for (int i = 0; i < count; i++) p[i] = x[i] * 5.517166875e-2f + 2.426111335e-1f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 6.932609865e-1f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 9.999280729e-1f;
+    } else {
+        for (int i = 0; i < count; i++) p[i] = x[i] * 1.535336188e-4f + 1.339887440e-3f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 9.618437357e-3f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 5.550332471e-2f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 2.402264791e-1f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 6.931472029e-1f;
+        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 1.0f;
+    }
+    for (int i = 0; i < count; i++) x[i] = (vec)((ints)p[i] + ((ints)n[i] << 23));
+}
+
 static inline vec exp2_fast(vec x) {
-    x = larger(all(-126.0f), x);
-    vec n = x + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
-    vec scale = (vec)(((ints)n + 127) << 23);
-    vec r = x - (n - 12582912.0f);
-    vec p = r * 1.535336188e-4f + 1.339887440e-3f;
-    p = p * r + 9.618437357e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472029e-1f;
-    return (p * r + 1.0f) * scale;
+    powers(&x, 1, 0);
+    return x;
 }
 
 static inline float exp2_one(float x) { return exp2_fast(all(x))[0]; }
@@ -175,7 +188,6 @@ static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, f
 #define CACHE 3
 #endif
 
-#define ROWS 96  /* the most packed queries of a tile: pairs x G */
 #define KEYS 64  /* keys looked at together */
 #define SIZE 256 /* the largest head */
 
@@ -283,265 +295,4 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 
 /* ---- attention over a plan ---------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    int32_t slots, from, to; /* keys from..to of the run whose slots begin there */
-    int32_t pair, pairs;     /* (read, query) pairs that look at them */
-    int32_t part;            /* where their partial results go */
-} Tile;
-
-typedef struct {
-    const el *q, *k, *v;
-    const float *slopes;
-    const int32_t *slots, *query, *seen, *ahead;
-    int H, K, D;
-    float scale; /* times log2(e): inside the kernel weights are powers of 2 */
-    float *out, *peak, *sum; /* partial results: [parts, H, D], and the score, to base 2, that weighs 1, and the sum of weights, [parts, H] */
-} Work;
-
-/* scores [rows, KEYS] of up to KEYS keys. */
-static void score(const float *q, int rows, const float *const *keys, int count, int D, float *scores) {
-    for (int r = 0; r < rows; r += 4)
-        for (int j = 0; j < count; j += 4) {
-            vec sum[4][4] = {{{0}}};
-            const float *a[4], *b[4];
-            for (int i = 0; i < 4; i++) {
-                a[i] = q + (r + i < rows ? r + i : r) * D;
-                b[i] = keys[j + i < count ? j + i : j];
-            }
-            int d = 0;
-            for (; d + WIDTH <= D; d += WIDTH) {
-                vec b0 = load_float(b[0] + d), b1 = load_float(b[1] + d), b2 = load_float(b[2] + d), b3 = load_float(b[3] + d);
-                for (int i = 0; i < 4; i++) {
-                    vec x = load_float(a[i] + d);
-                    sum[i][0] += x * b0;
-                    sum[i][1] += x * b1;
-                    sum[i][2] += x * b2;
-                    sum[i][3] += x * b3;
-                }
-            }
-            for (int i = 0; i < 4 && r + i < rows; i++) {
-                float *to = scores + (r + i) * KEYS + j;
-                quad sums = totals(sum[i]);
-                memcpy(to, &sums, sizeof sums);
-                for (int c = 0; c < 4; c++)
-                    for (int e = d; e < D; e++) to[c] += a[i][e] * b[c][e];
-            }
-        }
-}
-
-/* acc [rows, D] += weights [rows, KEYS] x values. */
-static void gather(const float *weights, int rows, const float *const *values, int count, int D, float *acc) {
-    int d = 0;
-    for (; d + 4 * WIDTH <= D; d += 4 * WIDTH)
-        for (int r = 0; r < rows; r += 4) {
-            int n = rows - r < 4 ? rows - r : 4;
-            vec sum[4][4];
-            for (int i = 0; i < 4; i++)
-                for (int c = 0; c < 4; c++) sum[i][c] = load_float(acc + (r + (i < n ? i : 0)) * D + d + c * WIDTH);
-            for (int j = 0; j < count; j++) {
-                vec v0 = load_float(values[j] + d), v1 = load_float(values[j] + d + WIDTH);
-                vec v2 = load_float(values[j] + d + 2 * WIDTH), v3 = load_float(values[j] + d + 3 * WIDTH);
-                for (int i = 0; i < 4; i++) {
-                    vec w = all(weights[(r + (i < n ? i : 0)) * KEYS + j]);
-                    sum[i][0] += w * v0;
-                    sum[i][1] += w * v1;
-                    sum[i][2] += w * v2;
-                    sum[i][3] += w * v3;
-                }
-            }
-            for (int i = 0; i < n; i++)
-                for (int c = 0; c < 4; c++) store_float(acc + (r + i) * D + d + c * WIDTH, sum[i][c]);
-        }
-    for (; d < D; d++)
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < count; j++) acc[r * D + d] += weights[r * KEYS + j] * values[j][d];
-}
-
-#define SLACK 8.0f /* powers of 2 that a score may lie above the peak */
-
-/* One block of scores, times `scale`, becomes weights. The peak moves, and sums and what was gathered so far are scaled to it, only when a
-   score lies more than SLACK above it: after the first block hardly ever. `narrow`: weights are left as elements, from the row's start. */
-static inline void weigh(float *scores, int visible, float scale, float *peak, vec *sum, float *acc, int D, int narrow) {
-    if (!visible) {
-        memset(scores, 0, KEYS * sizeof(float));
-        return;
-    }
-    for (int j = visible; j < KEYS; j++) scores[j] = -INFINITY;
-    vec most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)}; /* four, so that none waits for the one before */
-    for (int j = 0; j < KEYS; j += 4 * WIDTH)
-        for (int i = 0; i < 4; i++) most[i] = larger(load_float(scores + j + i * WIDTH), most[i]);
-    vec highest = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
-    if (any_above(highest, *peak + SLACK)) {
-        float top = largest(highest), shrink = *peak == -INFINITY ? 0.0f : exp2_one(*peak - top);
-        *sum *= shrink;
-        for (int d = 0; d < D; d++) acc[d] *= shrink;
-        *peak = top;
-    }
-    float from = *peak;
-    vec added = {0};
-    for (int j = 0; j < KEYS; j += WIDTH) {
-        vec weight = exp2_fast(load_float(scores + j) * scale - from);
-        if (narrow) store((el *)scores + j, weight); /* behind what was read */
-        else store_float(scores + j, weight);
-        added += weight;
-    }
-    size_t size = narrow ? sizeof(el) : sizeof(float); /* weights past the last key are exactly 0: what lies there may be anything finite */
-    if (visible < KEYS) memset((char *)scores + visible * size, 0, (KEYS - visible) * size);
-    *sum += added;
-}
-
-/* Pointers to the rows of a block, as fp32. */
-static inline void rows_of(const el *pool, const int32_t *slots, int count, int K, int h, int D, float *scratch, const float **rows) {
-    for (int j = 0; j < count; j++) {
-        const el *row = pool + ((int64_t)slots[j] * K + h) * D;
-#ifdef BF16
-        float *copy = scratch + j * D;
-        for (int d = 0; d < D; d++) copy[d] = up(row[d]);
-        rows[j] = copy;
-#else
-        (void)scratch;
-        rows[j] = row;
-#endif
-    }
-}
-
-#ifdef TILES
-#define WHOLE(rows) (((rows) + SIDE - 1) / SIDE * SIDE)
-#define BY_TILES(rows, D) ((rows) >= SIDE && (D) % DEPTH == 0 && tiles_granted())
-#else
-#define WHOLE(rows) (rows)
-#endif
-
-#ifdef TILES
-/* Has the keys and values of the next block fetched: a head's rows lie too far apart for the processor to guess. */
-static inline void ask_for(const Work *w, int h, const int32_t *slots, int count) {
-    for (int j = 0; j < count && j < KEYS; j++)
-        for (int d = 0; d < w->D; d += DEPTH) {
-            int64_t place = ((int64_t)slots[j] * w->K + h) * w->D + d;
-            __builtin_prefetch(w->k + place, 0, CACHE);
-            __builtin_prefetch(w->v + place, 0, CACHE);
-        }
-}
-#endif
-
-static void attend_tile(const Work *w, const Tile *tile, int h) {
-    int G = w->H / w->K, D = w->D, rows = tile->pairs * G;
-    float q[ROWS * SIZE] __attribute__((aligned(64))), acc[ROWS * SIZE] __attribute__((aligned(64)));
-    float scores[ROWS * KEYS] __attribute__((aligned(64))), peak[ROWS];
-    vec sum[ROWS];
-#ifdef BF16
-    float scratch[KEYS * SIZE];
-#else
-    float *scratch = 0;
-#endif
-#ifdef TILES
-    int tiles = BY_TILES(rows, D);
-    el *narrow = (el *)q; /* as they are: tiles multiply bfloat16 */
-#endif
-    const float *block[KEYS];
-    int longest = 0;
-    for (int p = 0; p < tile->pairs; p++) {
-        int seen = w->seen[tile->pair + p];
-        longest = seen > longest ? seen : longest;
-        for (int g = 0; g < G; g++) {
-            const el *from = w->q + ((int64_t)w->query[tile->pair + p] * w->H + h * G + g) * D;
-#ifdef TILES
-            if (tiles) {
-                memcpy(narrow + (p * G + g) * D, from, D * sizeof(el));
-                continue;
-            }
-#endif
-            for (int d = 0; d < D; d++) q[(p * G + g) * D + d] = up(from[d]) * w->scale;
-        }
-    }
-    for (int r = 0; r < WHOLE(rows); r++) {
-        peak[r] = -INFINITY;
-        sum[r] = all(0);
-        memset(acc + r * D, 0, D * sizeof(float));
-#ifdef TILES
-        if (tiles && r >= rows) memset(narrow + r * D, 0, D * sizeof(el));
-#endif
-    }
-    int to = tile->to < longest ? tile->to : longest;
-    for (int from = tile->from; from < to; from += KEYS) {
-        int count = to - from < KEYS ? to - from : KEYS;
-        const int32_t *slots = w->slots + tile->slots + from;
-#ifdef TILES
-        if (tiles) {
-            ask_for(w, h, slots + KEYS, to - from - KEYS);
-            score_tiles(narrow, WHOLE(rows), w->k + h * D, slots, (int64_t)w->K * D, count, D, scores);
-        } else
-#endif
-        {
-            rows_of(w->k, slots, count, w->K, h, D, scratch, block);
-            score(q, rows, block, count, D, scores);
-        }
-        for (int r = 0; r < rows; r++) {
-            int pair = tile->pair + r / G, visible = w->seen[pair] - from;
-            visible = visible < 0 ? 0 : visible > count ? count : visible;
-            float *row = scores + r * KEYS, scale = 1.0f;
-#ifdef TILES
-            if (tiles) scale = w->scale; /* otherwise it is in q */
-#endif
-            if (w->slopes) {
-                float slope = w->slopes[h * G + r % G] * LOG2_E;
-                for (int j = 0; j < visible; j++) row[j] = row[j] * scale + slope * (w->ahead[pair] + from + j);
-                scale = 1.0f;
-            }
-#ifdef TILES
-            if (tiles) {
-                weigh(row, visible, scale, peak + r, sum + r, acc + r * D, D, 1);
-                continue;
-            }
-#endif
-            weigh(row, visible, scale, peak + r, sum + r, acc + r * D, D, 0);
-        }
-#ifdef TILES
-        if (tiles) {
-            gather_tiles((const el *)scores, WHOLE(rows), w->v + h * D, slots, (int64_t)w->K * D, count, D, acc);
-            continue;
-        }
-#endif
-        rows_of(w->v, slots, count, w->K, h, D, scratch, block);
-        gather(scores, rows, block, count, D, acc);
-    }
-    for (int r = 0; r < rows; r++) {
-        int64_t place = (int64_t)(tile->part + r / G) * w->H + h * G + r % G;
-        w->peak[place] = peak[r];
-        w->sum[place] = total(sum[r]);
-        memcpy(w->out + place * D, acc + r * D, D * sizeof(float));
-    }
-}
-
-/* out [T, H, D]: every tile for every kv head, then for each token the parts that `of` lists from starts[t] to starts[t + 1]. A part that
-   saw nothing weighs nothing; a token that saw nothing at all answers zero. */
-void attend(const el *q, const el *k, const el *v, const float *slopes, const Tile *tiles, int count, const int32_t *slots,
-            const int32_t *query, const int32_t *seen, const int32_t *ahead, const int32_t *starts, const int32_t *of, float *parts,
-            float *peaks, float *sums, el *out, int T, int H, int K, int D, float scale) {
-    Work work = {q, k, v, slopes, slots, query, seen, ahead, H, K, D, scale * LOG2_E, parts, peaks, sums};
-#pragma omp parallel
-    {
-#ifdef TILES
-        if (tiles_granted()) tiles_begin();
-#endif
-#pragma omp for schedule(dynamic)
-        for (int task = 0; task < count * K; task++) attend_tile(&work, tiles + task % count, task / count); /* a head's keys stay in the cache */
-#ifdef TILES
-        if (tiles_granted()) tiles_end();
-#endif
-#pragma omp for schedule(static)
-        for (int place = 0; place < T * H; place++) {
-            int t = place / H, h = place % H;
-            float top = -INFINITY, sum = 0, row[SIZE] = {0};
-            for (int i = starts[t]; i < starts[t + 1]; i++) top = peaks[of[i] * H + h] > top ? peaks[of[i] * H + h] : top;
-            for (int i = starts[t]; i < starts[t + 1]; i++) {
-                int64_t from = (int64_t)of[i] * H + h;
-                if (sums[from] == 0) continue;
-                float weight = exp2_one(peaks[from] - top);
-                sum += weight * sums[from];
-                for (int d = 0; d < D; d++) row[d] += weight * parts[from * D + d];
-            }
-            for (int d = 0; d < D; d++) out[(int64_t)place * D + d] = down(sum == 0 ? 0.0f : row[d] / sum);
-        }
-    }
-}
+#include "attend.h"

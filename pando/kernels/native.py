@@ -1,4 +1,4 @@
-"""The C kernels of native.c: compiled once per machine, loaded with ctypes, on torch's own threads.
+"""The C kernels of native.c and its headers: compiled once per machine, loaded with ctypes, on torch's own threads.
 
 Where there is no C compiler, or the result does not load, `load` says why and torch's kernels do the same work in more calls.
 """
@@ -32,7 +32,7 @@ from .timing import seconds
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
-ROWS, LARGEST_HEAD = 96, 256  # as in native.c
+ROWS, LARGEST_HEAD = 96, 256  # as in attend.h and native.c
 TILE_ROWS = ROWS  # packed queries of a tile: the more, the fewer passes over the keys
 TILE_KEYS = 512  # keys after which a read is split, if it would leave threads without work
 TASKS_PER_THREAD = 6  # from which the last to finish keeps nobody waiting for long
@@ -40,6 +40,17 @@ DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be
 RUN_QUERIES, SQUARE_QUERIES, PROBE_KEYS = 32, 128, 2048  # of the reads that are timed: a batch over a prefix, a prompt
 LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2
 PATIENCE = 120  # seconds a compilation may take
+
+
+class Work(ctypes.Structure):
+    """What the attention of attend.h is given."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "slots", "query", "seen", "ahead", "starts", "of")),
+        *((name, ctypes.c_void_p) for name in ("parts", "peaks", "sums")),
+        *((name, ctypes.c_int32) for name in ("count", "threads", "tokens", "heads", "kv_heads", "head_dim")),
+        ("scale", ctypes.c_float),
+    ]
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ class Library:
         self.rms_norm = _declare(library.rms_norm, p, p, p, i, i, ctypes.c_int64, f)
         self.silu_gate = _declare(library.silu_gate, p, p, i, i)
         self.rotate_and_store = _declare(library.rotate_and_store, p, p, i, p, p, p, p, i, i, i, i)
-        self.attend = _declare(library.attend, p, p, p, p, p, i, p, p, p, p, p, p, p, p, p, p, i, i, i, i, f)
+        self.attend = _declare(library.attend, p)
 
 
 def _declare(function: "ctypes._NamedFuncPointer", *types: type) -> "ctypes._NamedFuncPointer":
@@ -238,15 +249,17 @@ class NativeLowering:
         for part, place in self._dense:
             part.begin(positions)
             self._sums[place] = 1.0
-        self._arguments = self._addresses()
+        self._work = self._arguments()
+        self._place = ctypes.addressof(self._work)
 
-    def _addresses(self) -> tuple[object, ...]:
-        """All of the kernel's arguments that stay the same from layer to layer."""
-        tiling = self._tiling
-        arrays = (tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
-        return (
-            None if self._geometry.slopes is None else self._geometry.slopes.data_ptr(), tiling.tiles.ctypes.data, len(tiling.tiles),
-            *(array.ctypes.data for array in arrays), self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
+    def _arguments(self) -> Work:
+        """All of the kernel's that stay the same from layer to layer; the rest is filled in for each."""
+        tiling, g = self._tiling, self._geometry
+        arrays = (tiling.tiles, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
+        return Work(
+            None, None, None, None, None if g.slopes is None else g.slopes.data_ptr(), *(array.ctypes.data for array in arrays),
+            self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
+            len(tiling.tiles), torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale * LOG2_E,
         )  # fmt: skip
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,8 +270,8 @@ class NativeLowering:
         if self._tiling.turn is not None:
             moved = q[torch.from_numpy(self._tiling.reader[self._tiling.moved])]
             turned = torch.cat((turned, rotate(moved, self._tiling.turn)))
-        turned = turned.contiguous()
-        out, g = torch.empty_like(turned[: self._count]), self._geometry
-        addresses = turned.data_ptr(), k.data_ptr(), v.data_ptr()
-        self._run(*addresses, *self._arguments, out.data_ptr(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale)
+        turned, work = turned.contiguous(), self._work
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        work.q, work.k, work.v, work.out = turned.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        self._run(self._place)
         return out

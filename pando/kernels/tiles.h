@@ -150,15 +150,19 @@ static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, 
     return 1;
 }
 
-/* c [rows, columns] = a [rows, depth] b, or is added to: whole tiles, of b the pairs are transposed; `across` is a row's length in memory.
-   Four tiles of c are made at a time: a product waits for the one before it in the same tile, and what is loaded is used twice. */
-static inline void multiply(const el *a, int a_across, const pair_of_el *b, int b_across, float *c, int c_across, int rows, int columns,
+#define PACKED (SIDE * SIDE) /* pairs of a tile, whose rows lie one behind the other */
+
+/* c [rows, columns] = a [rows, depth] b, or is added to: whole tiles, those of b packed, `b_column` apart from one column to the next;
+   `across` is a row's length in memory. Four tiles of c are made at a time: a product waits for the one before it in the same tile, and
+   what is loaded is used twice. */
+static inline void multiply(const el *a, int a_across, const pair_of_el *b, int b_column, float *c, int c_across, int rows, int columns,
                             int depth, int add) {
-    int64_t a_row = a_across * sizeof *a, b_row = b_across * sizeof *b, c_row = c_across * sizeof *c;
+    int64_t a_row = a_across * sizeof *a, c_row = c_across * sizeof *c;
     for (int r = 0; r < rows; r += 2 * SIDE)
         for (int j = 0; j < columns; j += 2 * SIDE) {
             int below = r + SIDE < rows, beside = j + SIDE < columns;
             float *here = c + r * c_across + j, *under = here + SIDE * c_across;
+            const pair_of_el *of_b = b + j / SIDE * b_column;
             ZERO(0); ZERO(1); ZERO(2); ZERO(3);
             if (add) {
                 LOAD(0, here, c_row);
@@ -166,12 +170,11 @@ static inline void multiply(const el *a, int a_across, const pair_of_el *b, int 
                 if (below) LOAD(2, under, c_row);
                 if (below && beside) LOAD(3, under + SIDE, c_row);
             }
-            for (int k = 0; k < depth; k += DEPTH) {
-                const pair_of_el *of_b = b + k / 2 * b_across + j;
+            for (int k = 0; k < depth; k += DEPTH, of_b += PACKED) {
                 LOAD(4, a + r * a_across + k, a_row);
-                LOAD(6, of_b, b_row);
+                LOAD(6, of_b, 64);
                 DOT(0, 4, 6);
-                if (beside) { LOAD(7, of_b + SIDE, b_row); DOT(1, 4, 7); }
+                if (beside) { LOAD(7, of_b + b_column, 64); DOT(1, 4, 7); }
                 if (below) { LOAD(5, a + (r + SIDE) * a_across + k, a_row); DOT(2, 5, 6); }
                 if (below && beside) DOT(3, 5, 7);
             }
@@ -182,27 +185,38 @@ static inline void multiply(const el *a, int a_across, const pair_of_el *b, int 
         }
 }
 
-/* scores [rows, KEYS] of up to KEYS keys of the pool, `apart` elements from slot to slot; q [rows, D], rows padded to whole tiles. */
-static void score_tiles(const el *q, int rows, const el *k, const int32_t *slots, int64_t apart, int count, int D, float *scores) {
-    pair_of_el keys[SIZE / 2 * KEYS] __attribute__((aligned(64))); /* [D / 2, KEYS] */
+/* Has a line fetched that will be written soon: a store that finds none holds up all behind it. */
+static inline void ask_to_write(pair_of_el *line) { __builtin_prefetch(line, 1, 3); }
+
+/* Keys of the pool, `apart` elements from slot to slot: for each 16 of them D / DEPTH tiles. Past the last key tiles are zero. */
+static inline void pack_keys(const el *k, const int32_t *slots, int64_t apart, int count, int D, pair_of_el *to) {
     for (int j = 0; j < count; j += SIDE) {
         const el *from[SIDE];
         int here = count - j < SIDE ? count - j : SIDE;
-        for (int d = 0; d < D; d += DEPTH) {
-            for (int i = 0; i < here; i++) from[i] = k + slots[j + i] * apart + d;
-            transpose_pairs(from, here, keys + d / 2 * KEYS + j, KEYS);
+        for (int i = 0; i < here; i++) from[i] = k + slots[j + i] * apart;
+        for (int d = 0; d < D; d += DEPTH, to += PACKED) {
+            for (int i = 0; i < SIDE; i++) ask_to_write(to + PACKED + i * SIDE);
+            transpose_pairs(from, here, to, SIDE);
+            for (int i = 0; i < here; i++) from[i] += DEPTH;
         }
     }
-    multiply(q, D, keys, KEYS, scores, KEYS, rows, (count + SIDE - 1) / SIDE * SIDE, D, 0);
 }
 
-/* acc [rows, D] += weights [rows, KEYS] x values of the pool; a row of weights is as long as one of scores, and only half full. */
-static void gather_tiles(const el *weights, int rows, const el *v, const int32_t *slots, int64_t apart, int count, int D, float *acc) {
-    pair_of_el values[KEYS / 2 * SIZE] __attribute__((aligned(64))); /* [KEYS / 2, D] */
-    int pairs = (count + DEPTH - 1) / DEPTH * SIDE;
-    for (int j = 0; j < pairs; j++) {
-        const el *a = v + slots[2 * j < count ? 2 * j : 0] * apart, *b = v + slots[2 * j + 1 < count ? 2 * j + 1 : 0] * apart;
-        for (int d = 0; d < D; d++) values[j * D + d] = a[d] | (uint32_t)b[d] << 16; /* past the last key weights are zero */
-    }
-    multiply(weights, 2 * KEYS, values, D, acc, D, rows, D, 2 * pairs, 1);
+/* Their values: for each 16 elements of a head one tile for each 32 keys, with room for `tiles`. Past the last, up to a whole tile, stands
+   the first, which weighs nothing. */
+static inline void pack_values(const el *v, const int32_t *slots, int64_t apart, int count, int D, pair_of_el *to, int tiles) {
+    for (int j = 0; j < count; j += DEPTH, to += PACKED)
+        for (int i = 0; i < SIDE; i++) {
+            int one = j + 2 * i;
+            const el *a = v + slots[one < count ? one : 0] * apart, *b = v + slots[one + 1 < count ? one + 1 : 0] * apart;
+            for (int d = 0; d < D; d += WIDTH) {
+                half_vec x, y;
+                memcpy(&x, a + d, sizeof x);
+                memcpy(&y, b + d, sizeof y);
+                bits_vec pair = __builtin_convertvector(x, bits_vec) | __builtin_convertvector(y, bits_vec) << 16;
+                pair_of_el *place = to + d / SIDE * tiles * PACKED + i * SIDE + d % SIDE;
+                ask_to_write(place + 4 * SIDE);
+                memcpy(place, &pair, sizeof pair);
+            }
+        }
 }

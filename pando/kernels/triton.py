@@ -202,3 +202,19 @@ def rotate_and_store(
     tl.store(turned + (token * H + heads)[:, None, None] * D + dims[None], y, mask=real & is_query)
     tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
     tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)
+
+
+@triton.jit
+def fetch(sources, pages, k, v, count, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Pages of a layer from pinned host memory, where keys come first, then values. All in numbers of 4 bytes. A program takes one part
+    of a page after the other: few programs are enough to wait for the bus, and more would take the processors from those who compute."""
+    PARTS: tl.constexpr = (HALF + BLOCK - 1) // BLOCK
+    for i in tl.range(tl.program_id(0), count * PARTS, tl.num_programs(0)):
+        source = tl.load(sources + i // PARTS).to(tl.pointer_type(tl.int32))
+        page = tl.load(pages + i // PARTS)
+        at = i % PARTS * BLOCK + tl.arange(0, BLOCK)
+        real = at < HALF
+        keys = tl.load(source + at, mask=real)
+        values = tl.load(source + HALF + at, mask=real)
+        tl.store(k + page * HALF + at, keys, mask=real)
+        tl.store(v + page * HALF + at, values, mask=real)

@@ -24,8 +24,7 @@ from .segment import Placement
 Ints = NDArray[np.int32]
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-FACTS = Struct("q4i")  # of an entry: COLUMNS
-COLUMNS = np.dtype([("name", "i8"), ("shift", "i4"), ("first", "i4"), ("tokens", "i4"), ("pages", "i4")])
+FACTS = Struct("5q")  # of an entry: name, shift, first, tokens, pages
 TAIL = 0  # instead of a name: the last entry of a row, of which nobody else knows
 
 
@@ -144,10 +143,10 @@ def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostMode
 
     lead = shared & ~continues  # [S]
     among = np.flatnonzero(lead[segment])
-    among = among[np.argsort(segment[among], kind="stable")]  # for each shared read, an entry of each of its rows
+    among = among[_order(segment[among])]  # for each shared read, an entry of each of its rows
     private = ~shared[segment]  # [E]
     own = np.flatnonzero(private)
-    opens = ~(linked & np.roll(private, 1))[own]
+    opens = ~(linked[own] & private[own - 1])
 
     members = np.concatenate((origin[shared], own))  # the entries that are read, one behind the other
     starts = np.flatnonzero(np.concatenate((lead[shared], opens)))  # where among them a read begins
@@ -168,24 +167,28 @@ def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostMode
 
 def _entries(rows: Sequence[RowView], page_size: int) -> tuple[Entries, Ints]:
     """Of all rows, and their pages."""
-    facts = np.frombuffer(b"".join([row.facts for row in rows]), COLUMNS)
-    name, shift, first, tokens, counts = (facts[column].astype(np.int64) for column in COLUMNS.fields or ())
-    ends = name == TAIL
-    row = np.cumsum(ends) - ends
-    name[ends] = ~np.arange(len(rows))
-    tokens[ends] = counts[ends] * page_size
-    entries = Entries(name, shift, first, tokens, counts, row)
+    facts = np.frombuffer(b"".join([row.facts for row in rows]), np.int64).reshape(-1, 5)
+    name, shift, first, tokens, counts = facts.T.copy()
+    is_tail = name == TAIL
+    tails = np.flatnonzero(is_tail)
+    tokens[tails] = counts[tails] * page_size
+    entries = Entries(name, shift, first, tokens, counts, np.cumsum(is_tail) - is_tail)
     if not tokens.all():  # a row without a tail
         entries = Entries(*(column[tokens > 0] for column in entries))
     return entries, np.frombuffer(b"".join([row.pages for row in rows]), np.int32)
 
 
 def _segments(name: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Numbers the segments in the order in which they are met: that of each entry; then of each segment, its first entry and how many."""
-    _, origin, inverse = np.unique(name, return_index=True, return_inverse=True)
-    is_origin = np.zeros(len(name), np.bool_)
+    """Numbers segments and tails in the order in which they are met: that of each entry; then of each its first entry, and how many."""
+    is_origin = name == TAIL
+    order = np.flatnonzero(~is_origin)
+    order = order[np.argsort(name[order])]
+    same = name[order]
+    begins = np.concatenate((same[:1] != TAIL, same[1:] != same[:-1]))
+    origin = np.minimum.reduceat(order, np.flatnonzero(begins)) if len(order) else order
     is_origin[origin] = True
-    segment = (np.cumsum(is_origin) - 1)[origin][inverse]
+    segment = np.cumsum(is_origin) - 1
+    segment[order] = segment[origin][np.cumsum(begins) - 1]
     return segment, np.flatnonzero(is_origin), np.bincount(segment)
 
 
@@ -201,12 +204,17 @@ def _linked(entries: Entries, page_size: int) -> Flags:
 def _continues(linked: Flags, segment: Numbers, origin: Numbers, readers: Numbers) -> Flags:
     """Is every entry of a segment linked to the same one before it, and does that have no other readers? Then the two have the same rows at
     the same shifts, and the numbers of the two follow one another."""
-    before = np.roll(segment, 1)
+    before = np.concatenate((segment[-1:], segment[:-1]))
     leader = before[origin]
     same = linked & (before == leader[segment])
     always: Flags = np.bincount(segment[same], minlength=len(origin)) == readers
     alone: Flags = readers == readers[leader]
     return always & alone
+
+
+def _order(numbers: Numbers) -> Numbers:
+    """That sorts small numbers, equal ones as they stand: the narrower, the faster."""
+    return np.argsort(numbers.astype(np.min_scalar_type(int(numbers.max(initial=0)))), kind="stable")
 
 
 def ranges(starts: Numbers, counts: Numbers) -> Numbers:

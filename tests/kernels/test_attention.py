@@ -183,6 +183,15 @@ def test_attention_by_tiles_equals_the_definition(positions: str) -> None:
         case.check(case.by_tiles(), case.positions)
 
 
+@pytest.mark.parametrize("length", [1, 31, 33, 63, 65, 126, 127, 128, 129, 130, 255, 257, 700])
+def test_tiles_take_a_run_of_every_length(length: int) -> None:
+    """Where another block is packed, and where a tile instruction is not filled; what lies behind the last key is not a number."""
+    for positions, group in (("rope", 3), ("alibi", 8)):
+        cases = (Case(seed, positions, torch.bfloat16, shape=(group, 64), tails=(length,), rows=2) for seed in range(length, length + 50))
+        case = next(case for case in cases if max(case.counts) == SOME)  # enough for tiles, and few enough to be quick
+        case.check(case.by_tiles(), case.positions)
+
+
 @pytest.mark.parametrize("length", [62, 63, 64, 65, 127, 128, 129, 510, 511, 512, 513, 1025])
 def test_every_cpu_path_takes_a_tail_of_every_length(length: int) -> None:
     """Where the C kernel begins another block of keys, and where it splits a tile."""

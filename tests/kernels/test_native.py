@@ -269,7 +269,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def answer(checkpoint: Path, *, native: bool) -> tuple[list[int], bool]:
-    config = EngineConfig(model=str(checkpoint), device="cpu", dtype="float32", kv_cache_tokens=256, native=native)
+    config = EngineConfig(model=str(checkpoint), device="cpu", dtype="float32", kv_cache_tokens=256, native=native, disk_gib=0)
     llm = LLM.from_config(config)
     said = run(llm.engine, [Request("r", list(range(20)), greedy(24))])["r", 0]
     return [event.token for event in said], llm.engine.model.library is not None

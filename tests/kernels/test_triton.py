@@ -94,7 +94,8 @@ def test_a_plan_of_many_rows_over_one_prefix(gpu: ModuleType, dtype: torch.dtype
     for rows in (1, 2, 64, 65, 300) if DEVICE.type == "cuda" else (20,):
         case = Case(3, "rope", dtype, decoding=True, shape=(4, 64), tails=(5,), rows=rows, page=PAGE)
         path = check(gpu, case)
-        assert rows < 20 or path.lowering._grids[0], "nothing was read in large tiles"
+        low = path.lowering
+        assert rows < 20 or low._grids[0] or low._small.rows > 16, "nothing was read in large tiles"  # of their own, or of the only size
         for read in case.list[-rows:]:
             case.write(read.slots[6:7])
         case.check({"triton": path}, case.positions + 1)  # type: ignore[dict-item]
@@ -222,3 +223,19 @@ def test_the_definition_agrees_with_itself_over_pages() -> None:
 
 def test_a_first_try_shows_that_the_kernels_work(gpu: ModuleType) -> None:
     gpu.probe(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_are_fetched_from_host_memory_to_their_places(gpu: ModuleType, dtype: torch.dtype) -> None:
+    page, heads, size = 16, 3, 40
+    kept = torch.randn(4, 2, page, heads, size).to(dtype)  # of each page keys, then values
+    if DEVICE.type == "cuda":
+        kept = kept.pin_memory()
+    k, v = (torch.zeros(6 * page, heads, size, dtype=dtype, device=DEVICE) for _ in range(2))
+    places = [5, 0, 3, 1]
+    gpu.fetch(torch.tensor([[each.data_ptr() for each in kept], places], device=DEVICE), k, v, page)
+    for pool, part in ((k, 0), (v, 1)):
+        found = pool.view(6, page, heads, size).cpu()
+        assert all(torch.equal(found[place], each[part]) for place, each in zip(places, kept, strict=True))
+        assert not found[2].any()
+        assert not found[4].any()

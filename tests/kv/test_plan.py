@@ -120,6 +120,16 @@ def test_rows_that_read_nothing_have_no_read() -> None:
     assert found.reads == (Read((0, 1, 2), 12, 0, (1,), (0,)),)
 
 
+@pytest.mark.parametrize("groups", [3, 255, 256, 257, 300])
+def test_each_group_of_many_has_a_read_of_its_own_with_its_rows_in_order(groups: int) -> None:
+    shared = [segment([group], 0) for group in range(groups)]
+    rows = [row([Placement(shared[index % groups])], [groups + index]) for index in range(3 * groups)]
+    found = plan(rows, PAGE, cost=ALWAYS)
+    assert [(read.pages, read.rows) for read in found.shared_reads] == [
+        ((group,), (group, groups + group, 2 * groups + group)) for group in range(groups)
+    ]
+
+
 # ---- random trees, and modules anywhere
 
 
