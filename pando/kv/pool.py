@@ -1,5 +1,8 @@
 """The device tier: the K and V of every page, for every layer."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,16 +10,27 @@ from torch import Tensor
 from .pages import Pages
 
 
+class Arrival(Protocol):
+    def wait(self, layer: int) -> None:
+        """Until that layer is there."""
+        ...
+
+
 class PagePool:
     """Slot `page * page_size + offset` holds one token. A run of neighbouring pages is a plain slice of slots."""
 
     def __init__(self, pages: Pages, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = pages.page_size
-        shape = (layers, pages.count * pages.page_size, kv_heads, head_dim)
+        self.scratch = pages.count * pages.page_size  # on a GPU, where what pads a captured step is written: a page that nobody reads
+        self.slots = self.scratch + (pages.page_size if device.type != "cpu" else 0)
+        shape = (layers, self.slots, kv_heads, head_dim)
         self.k = _zeros(shape, dtype, device)  # [L, S, K, D]
         self.v = _zeros(shape, dtype, device)
+        self.arrivals: Sequence[Arrival] = ()  # what the step that runs reads, and is still on its way
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        for arrival in self.arrivals:
+            arrival.wait(index)
         return self.k[index], self.v[index]
 
     @property

@@ -1,0 +1,175 @@
+"""The tier on disk: the pages of one shape in a directory that others may use too."""
+
+import threading
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+
+from ..kv.segment import Key
+from .fileformat import file_size, header_for, tag
+from .folder import Finding, Folder
+from .index import Entry
+from .pagefile import PageFile
+from .tier import Card, Lost, Shape
+
+
+class DiskReader:
+    def __init__(self, tier: "DiskTier", file: PageFile) -> None:
+        self.card = file.header.card
+        self._tier = tier
+        self._file = file
+
+    def layer(self, index: int, into: memoryview) -> None:
+        try:
+            self._file.layer(index, into)
+        except Lost as lost:
+            self._tier.failed(self.card.key, lost)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class DiskTier:
+    """Looking takes no reading: keys and short ends are in memory, and what other processes add is asked of the index when it changes."""
+
+    def __init__(
+        self, directory: Path, shape: Shape, clock: Callable[[], float] = time.time, *, shared: bool = False, name: str = "disk"
+    ) -> None:
+        """`shared`: by several machines, for whom SQLite has a journal of its own."""
+        self.name = name
+        self._shape = shape
+        self._tag = tag(shape)
+        self._clock = clock
+        self._folder = Folder(directory, shared=shared, clock=clock)
+        self._parents: dict[Key, Key] = {}  # of every page that is known to be there
+        self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
+        self._lock = threading.Lock()
+        self._last, self._changes = 0, -1  # the newest row that was read, and the state of the index at that time
+        self._refresh()
+
+    def look(self, keys: Sequence[Key]) -> int:
+        known = self._known(keys)
+        if known < len(keys) and self._refresh():
+            return self._known(keys)
+        return known
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        self._refresh()
+        with self._lock:
+            return list(self._ends.get(parent, {}).values())
+
+    def open(self, key: Key) -> DiskReader:
+        told = self._ends.get(self._parents.get(key, b""), {}).get(key)
+        try:
+            file = self._folder.open((self._tag, key))
+        except Lost:
+            self._forget([key])
+            raise
+        reader = DiskReader(self, file)
+        if told is not None and told != reader.card:
+            reader.close()
+            self.failed(key, lost := Lost("corrupt", f"the index has other tokens for the short end {key.hex()[:12]}"))
+            raise lost
+        file.ahead()
+        return reader
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        there = self._folder.has((self._tag, card.key), file_size(card, self._shape, layers[0].nbytes))
+        if there and card.key in self._parents:
+            return
+        header = header_for(card, self._shape, layers)
+        if there:
+            self._folder.record(header)
+        else:
+            self._folder.write(header, layers)
+        with self._lock:
+            self._parents[card.key] = card.parent
+            if len(card.tokens) < self._shape.page_size:
+                self._ends.setdefault(card.parent, {})[card.key] = card
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        self._forget(keys)
+        self._folder.remove([(self._tag, key) for key in keys])
+
+    def close(self) -> None:
+        self._folder.close()
+
+    # ---- what is there, for those who decide what stays
+
+    @property
+    def count(self) -> int:
+        return len(self._parents)
+
+    @property
+    def size(self) -> int:
+        """Bytes of everything in the directory, whoever wrote it."""
+        with self._folder.hint():
+            return self._folder.index.size()
+        return 0
+
+    def entries(self) -> list[Entry]:
+        """The pages of this shape, least recently used first."""
+        return self._folder.entries("shape = ?", [self._tag])
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        with self._folder.hint():
+            self._folder.index.touch([(self._tag, key) for key in keys], self._clock())
+
+    def pin(self, keys: Sequence[Key], pinned: bool = True) -> None:
+        with self._folder.hint():
+            self._folder.index.pin([(self._tag, key) for key in keys], pinned)
+
+    def purge(self, tenant: bytes) -> int:
+        """Removes all pages of a tenant, of every shape; how many there were."""
+        self._folder.reconcile()
+        found = self._folder.entries("tenant = ?", [tenant])
+        self._forget([entry.key for entry in found])
+        return self._folder.purge([(entry.shape, entry.key) for entry in found])
+
+    def make_room(self, bound: int, keep: Container[Key]) -> int:
+        """Removes what is not in `keep` and not pinned, such as pages of other models and other processes, least recently used first, until
+        the directory is within its bound; how many."""
+        surplus, found = self.size - bound, list[Entry]()
+        for entry in self._folder.entries("NOT pinned") if surplus > 0 else ():
+            if surplus > 0 and (entry.shape != self._tag or entry.key not in keep):
+                found.append(entry)
+                surplus -= entry.size
+        self._forget([entry.key for entry in found if entry.shape == self._tag])
+        return self._folder.remove([(entry.shape, entry.key) for entry in found])
+
+    def verify(self) -> Iterator[Finding]:
+        """Reads all of every page in the directory."""
+        return self._folder.verify()
+
+    # ---- what is known of it
+
+    def failed(self, key: Key, lost: Lost) -> None:
+        self._forget([key])
+        self._folder.failed((self._tag, key), lost)
+
+    def _known(self, keys: Sequence[Key]) -> int:
+        return next((place for place, key in enumerate(keys) if key not in self._parents), len(keys))
+
+    def _refresh(self) -> bool:
+        """Whether others have changed the index. What they added has larger ids; what they removed is missed when it is opened."""
+        with self._lock, self._folder.hint():
+            index = self._folder.index
+            if (changes := index.changes()) == self._changes:
+                return False
+            for row in index.since(self._tag, self._last):
+                self._last = row.id
+                self._parents[row.key] = row.parent
+                if row.tokens < self._shape.page_size:
+                    self._ends.setdefault(row.parent, {})[row.key] = row.card
+            self._changes = changes
+            return True
+        return False
+
+    def _forget(self, keys: Sequence[Key]) -> None:
+        with self._lock:
+            for key in keys:
+                parent = self._parents.pop(key, b"")
+                ends = self._ends.get(parent, {})
+                if ends.pop(key, None) and not ends:
+                    del self._ends[parent]

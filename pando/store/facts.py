@@ -1,0 +1,25 @@
+"""What the tiers below the pool tell of themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Room(NamedTuple):
+    """Of a tier, in bytes."""
+
+    used: int
+    size: int
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """Since the start."""
+
+    room: Mapping[str, Room] = field(default_factory=dict)  # by tier
+    loaded: Mapping[str, int] = field(default_factory=dict)  # tokens that came from each tier
+    saved: Mapping[str, int] = field(default_factory=dict)  # pages that each tier took
+    lost: Mapping[str, int] = field(default_factory=dict)  # pages that should have been there, by reason
+    unsaved: Mapping[str, int] = field(default_factory=dict)  # pages that were not kept, by reason
+    recomputed: int = 0  # tokens that were there, but sooner computed than loaded
+    prefetched: int = 0  # pages that were brought up before they were asked for

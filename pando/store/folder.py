@@ -1,0 +1,247 @@
+"""A directory of pages, one file each, of any number of models, tenants and processes.
+
+    DIR/v1/index.sqlite       what is there; made again from the files where it is missing or damaged
+    DIR/v1/making/            files that are being written
+    DIR/v1/SHAPE/ab/abcd...   pages, under the digest of their shape and the beginning of their key
+
+A file has its name only when all of it is written, so processes may share a directory and end at any moment.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from .fileformat import VERSION, Header, Name
+from .index import Entry, Index
+from .pagefile import PageFile, sweep, write_page
+from .tier import Lost
+
+log = logging.getLogger(__name__)
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MAY_BE_SOUND = {
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
+    *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM),
+}
+
+
+class Finding(NamedTuple):
+    """What reading all of a file has shown."""
+
+    name: Name
+    size: int
+    lost: Lost | None
+
+
+class Folder:
+    """Only `write` and `open` raise, and only Lost. What goes wrong is logged, the first of each kind."""
+
+    def __init__(self, directory: Path, *, shared: bool = False, clock: Callable[[], float] = time.time) -> None:
+        """`shared`: by several machines."""
+        self.root = directory / f"v{VERSION}"
+        self._making = self.root / "making"
+        self._shared = shared
+        self._clock = clock
+        self._told: set[str] = set()
+        self._unindexed: list[tuple[Header, float]] = []  # written, while the index could not be
+        self._lock = threading.Lock()
+        try:
+            for place in (directory, self.root, self._making):
+                place.mkdir(mode=0o700, parents=place is directory, exist_ok=True)
+            with self._alone():
+                sweep(self._making)
+                self.index = self._indexed()
+        except (OSError, sqlite3.Error) as error:
+            self._tell("index", f"no index can be written to {self.root} ({error}); give the right to, or choose another directory")
+            self.index = Index(None)
+            self.reconcile()
+
+    def close(self) -> None:
+        self.index.close()
+
+    def path(self, name: Name) -> Path:
+        shape, word = name[0], name[1].hex()
+        return self.root / shape / word[:2] / word
+
+    # ---- one page
+
+    def has(self, name: Name, size: int) -> bool:
+        """Whether a file of this name and size is there; what is in it is seen when it is read."""
+        try:
+            return os.stat(self.path(name)).st_size == size
+        except OSError:
+            return False
+
+    def write(self, header: Header, layers: Sequence[memoryview]) -> None:
+        """Keeps a page, in place of what has its name; raises Lost."""
+        try:
+            write_page(self.path(header.name), self._making, header, layers)
+        except OSError as error:
+            lost = Lost("full" if error.errno in _NO_ROOM else "unreadable", f"{self.root} takes no pages ({error.strerror or error})")
+            self.tell(lost)
+            raise lost from error
+        self.record(header)
+
+    def record(self, header: Header) -> None:
+        with self._lock:
+            self._unindexed.append((header, self._clock()))
+            with self.hint():
+                self.index.add(self._unindexed)
+                self._unindexed.clear()
+
+    def open(self, name: Name) -> PageFile:
+        """Raises Lost; a file that is not what its name says is removed."""
+        try:
+            return PageFile(self.path(name), name)
+        except Lost as lost:
+            self.failed(name, lost)
+            raise
+
+    def failed(self, name: Name, lost: Lost) -> None:
+        """Says why a page is lost, and makes room for a better copy, except where the fault may be the device's and pass."""
+        self.tell(lost)
+        if lost.reason != "unreadable":
+            self.remove([name])
+
+    def remove(self, names: Collection[Name]) -> int:
+        """How many there were. What is open can still be read."""
+        removed = 0
+        for name in names:
+            try:
+                self.path(name).unlink()
+                removed += 1
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._tell("remove", f"{self.path(name)} cannot be removed ({error.strerror or error})")
+        with self.hint():
+            self.index.remove(names)
+        return removed
+
+    def purge(self, names: Collection[Name]) -> int:
+        """The same, and nothing of them stays in the files of the index."""
+        removed = self.remove(names)
+        with self.hint():
+            self.index.settle()
+        return removed
+
+    # ---- all of them
+
+    def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[Entry]:
+        """Those that a condition in SQL chooses, least recently used first."""
+        with self.hint():
+            return self.index.entries(where, values)
+        return []
+
+    def files(self) -> Iterator[Name]:
+        for shape in _folders(self.root):
+            for part in _folders(shape) if shape != self._making else ():
+                for file in _listed(part):
+                    with suppress(ValueError):  # not the name of a page
+                        yield shape.name, bytes.fromhex(file.name)
+
+    def verify(self) -> Iterator[Finding]:
+        """Reads all of every page. Nothing is removed."""
+        for name in sorted(self.files()):
+            try:
+                size = self.path(name).stat().st_size
+            except OSError:
+                continue  # removed meanwhile
+            try:
+                with closing(PageFile(self.path(name), name)) as file:
+                    buffer = memoryview(bytearray(file.header.layer_bytes))
+                    for layer in range(file.header.shape.layers):
+                        file.layer(layer, buffer)
+                yield Finding(name, size, None)
+            except Lost as lost:
+                yield Finding(name, size, lost)
+
+    # ---- the index
+
+    def _indexed(self) -> Index:
+        """The index there is, if it is sound, brought up to date with the files; otherwise a new one."""
+        path = self.root / "index.sqlite"
+        try:
+            return self._reconciled(self._open_index(path))
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _MAY_BE_SOUND:
+                raise
+            self._tell("rebuilt", f"{path} is made again from the files ({error})")
+        for part in ("index.sqlite-wal", "index.sqlite-shm", "index.sqlite"):
+            (self.root / part).unlink(missing_ok=True)
+        return self._reconciled(self._open_index(path))
+
+    def _open_index(self, path: Path) -> Index:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would let others read it
+        return Index(path, shared=self._shared)
+
+    def reconcile(self) -> None:
+        with self.hint():
+            self._reconcile(self.index)
+
+    def _reconciled(self, index: Index) -> Index:
+        try:
+            self._reconcile(index)
+        except sqlite3.Error:
+            index.close()
+            raise
+        return index
+
+    def _reconcile(self, index: Index) -> None:
+        """Adopts files that have no row, such as those of a process that was killed, and forgets rows that have no file. Rows are listed
+        first, since their files were there before them. No payload is read, and headers only of what is adopted."""
+        rows = index.names()
+        files = set(self.files())
+        index.remove(rows - files)
+        index.add(self._adopted(files - rows))
+
+    def _adopted(self, names: Iterable[Name]) -> Iterator[tuple[Header, float]]:
+        for name in names:
+            with suppress(Lost), closing(PageFile(self.path(name), name)) as file:  # `verify` tells of those that are not sound
+                yield file.header, file.modified
+
+    @contextmanager
+    def hint(self) -> Iterator[None]:
+        """What the index does is worth having, and never worth failing for."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._tell("hint", f"the index of {self.root} is out of use ({error}); pages are still kept, and listed at the next start")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process at a time opens the index. The lock belongs to the open file, so it ends with the process, however that ends."""
+        with open(os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    # ---- the log
+
+    def tell(self, lost: Lost) -> None:
+        if lost.reason != "absent":
+            self._tell(lost.reason, f"a page is lost, and will be computed again: {lost}")
+
+    def _tell(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("%s; further ones like it are not logged", text)
+
+
+def _listed(path: Path) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(path) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
+def _folders(path: Path) -> list[Path]:
+    return [path / entry.name for entry in _listed(path) if entry.is_dir(follow_symlinks=False)]

@@ -1,0 +1,166 @@
+"""The index of a directory of pages, in SQLite: what is there, how large, and when it was used. A hint: files are believed over it."""
+
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..kv.segment import Key
+from .fileformat import Header, Name, tag
+from .tier import Card
+
+_VERSION = 1
+WAIT_S, SHARED_WAIT_S = 2.0, 0.2  # for others that write: the faster journal makes only writers wait
+_TABLE = """
+CREATE TABLE IF NOT EXISTS shapes (tag TEXT PRIMARY KEY, model BLOB, dtype TEXT, codec TEXT, page_size INTEGER);
+CREATE TABLE IF NOT EXISTS pages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given twice, so that what is new has a larger one
+    shape TEXT, key BLOB, parent BLOB, tenant BLOB, tokens BLOB, count INTEGER, size INTEGER, born REAL, used REAL,
+    pinned INTEGER DEFAULT 0,
+    UNIQUE (shape, key)
+);
+"""
+_COLUMNS = "shape, key, parent, tenant, count, size, born, used, pinned"
+
+
+class Entry(NamedTuple):
+    """What the index says of a page."""
+
+    shape: str  # the tag of it
+    key: Key
+    parent: Key
+    tenant: bytes
+    tokens: int
+    size: int
+    born: float
+    used: float
+    pinned: int  # 0 or 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the index says of a shape."""
+
+    tag: str
+    model: bytes
+    dtype: str
+    codec: str
+    page_size: int
+
+
+class Found(NamedTuple):
+    """A page of one shape, as an earlier process or another one left it."""
+
+    id: int
+    key: Key
+    parent: Key
+    tenant: bytes
+    packed: bytes  # the tokens, int32, little-endian
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // 4
+
+    @property
+    def card(self) -> Card:
+        return Card(self.key, self.parent, self.tenant, struct.unpack(f"<{self.tokens}i", self.packed))
+
+
+class Index:
+    """Every method may be called from any thread, and raises sqlite3.Error. Nothing in memory is lost by that."""
+
+    def __init__(self, path: Path | None, *, shared: bool = False) -> None:
+        """Without a path it is in memory. `shared`: by several machines."""
+        self._lock = threading.Lock()
+        wait = SHARED_WAIT_S if shared else WAIT_S
+        self._connection = sqlite3.connect(path or ":memory:", timeout=wait, check_same_thread=False)
+        try:
+            self._prepare(shared)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prepare(self, shared: bool) -> None:
+        [(version,)] = self._connection.execute("PRAGMA user_version")
+        if shared or not version:  # the faster journal needs memory that its users share; an index that is there has the one it needs
+            self._connection.execute(f"PRAGMA journal_mode = {'DELETE' if shared else 'WAL'}")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        self._connection.execute("PRAGMA secure_delete = ON")  # what a tenant said is in here, too
+        if version not in (0, _VERSION):
+            raise sqlite3.DatabaseError(f"the index has version {version}, and this is {_VERSION}")
+        if (said := list(self._connection.execute("PRAGMA quick_check(1)"))) != [("ok",)]:
+            raise sqlite3.DatabaseError(f"the index is damaged: {said}")
+        if not version:
+            self._connection.executescript(_TABLE + f"PRAGMA user_version = {_VERSION};")
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    # ---- what is there
+
+    def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[Entry]:
+        """Those that a condition in SQL chooses, least recently used first; of those used at one time, the end of a chain first."""
+        rows = self._read(f"SELECT {_COLUMNS} FROM pages WHERE {where} ORDER BY used, id DESC", values)
+        return [Entry(*row) for row in rows]
+
+    def kinds(self) -> dict[str, Kind]:
+        return {row[0]: Kind(*row) for row in self._read("SELECT tag, model, dtype, codec, page_size FROM shapes")}
+
+    def names(self) -> set[Name]:
+        return set(self._read("SELECT shape, key FROM pages"))
+
+    def size(self) -> int:
+        """Bytes of all of them."""
+        [(size,)] = self._read("SELECT COALESCE(SUM(size), 0) FROM pages")
+        return int(size)
+
+    def since(self, shape: str, last: int) -> list[Found]:
+        rows = self._read("SELECT id, key, parent, tenant, tokens FROM pages WHERE shape = ? AND id > ? ORDER BY id", (shape, last))
+        return [Found(*row) for row in rows]
+
+    def changes(self) -> int:
+        """A number that is another one after other processes have written."""
+        [(version,)] = self._read("PRAGMA data_version")
+        return int(version)
+
+    # ---- what changes
+
+    def add(self, headers: Iterable[tuple[Header, float]]) -> None:
+        """Pages and their times."""
+        kinds, pages = {}, []
+        for header, now in headers:
+            card, shape = header.card, header.shape
+            kinds[tag(shape)] = (tag(shape), shape.model, shape.dtype, shape.codec, shape.page_size)
+            tokens = struct.pack(f"<{len(card.tokens)}i", *card.tokens)
+            pages.append((tag(shape), card.key, card.parent, card.tenant, tokens, len(card.tokens), header.size, now, now))
+        again = "ON CONFLICT (shape, key) DO UPDATE SET size = excluded.size, born = excluded.born, used = excluded.used"
+        with self._lock, self._connection:
+            self._connection.executemany("INSERT OR IGNORE INTO shapes VALUES (?, ?, ?, ?, ?)", kinds.values())
+            columns = "shape, key, parent, tenant, tokens, count, size, born, used"
+            self._connection.executemany(f"INSERT INTO pages ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) {again}", pages)
+
+    def remove(self, names: Iterable[Name]) -> None:
+        self._write("DELETE FROM pages WHERE shape = ? AND key = ?", names)
+
+    def settle(self) -> None:
+        """Empties the journal, which still has what was removed."""
+        self._read("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def touch(self, names: Iterable[Name], now: float) -> None:
+        self._write("UPDATE pages SET used = ? WHERE shape = ? AND key = ?", ((now, *name) for name in names))
+
+    def pin(self, names: Iterable[Name], pinned: bool) -> None:
+        self._write("UPDATE pages SET pinned = ? WHERE shape = ? AND key = ?", ((pinned, *name) for name in names))
+
+    def _read(self, sql: str, values: Sequence[object] = ()) -> list[Any]:
+        with self._lock, closing(self._connection.execute(sql, values)) as cursor:
+            return cursor.fetchall()
+
+    def _write(self, sql: str, rows: Iterable[tuple[object, ...]]) -> None:
+        with self._lock, self._connection:
+            self._connection.executemany(sql, rows)

@@ -1,0 +1,94 @@
+"""What the scheduler says to the tiers below the pool, and hears from them: values, and the two things it knows of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..kv.segment import Key, page_key
+from ..kv.tree import Stem
+from .tier import Card, Lost
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kept page, the tier that it is read from, and the page of the pool that it goes to."""
+
+    card: Card
+    tier: str
+    page: int = -1
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the tiers have of a row, from where the tree ends. The last part may be a short end, of which the row has the beginning."""
+
+    parts: tuple[Part, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Pages that the tree has taken, to be kept below. `chain` leads to the last of them, from the first of its context on."""
+
+    stem: Stem  # pinned until they are copied
+    chain: tuple[Key, ...]
+    cards: tuple[Card, ...]
+    pages: tuple[int, ...]
+
+
+def end_parent(before: Key, owner: Key) -> Key:
+    """What the short ends behind a page are found by: those of one owner alone."""
+    return page_key(before + owner, ())
+
+
+def end_card(parent: Key, tenant: bytes, tokens: Sequence[int]) -> Card:
+    return Card(page_key(parent, tokens), parent, tenant, tuple(tokens))
+
+
+class Loading(Protocol):
+    """Pages on their way into the pool."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def lost(self) -> Lost | None:
+        """Why some will not come."""
+        ...
+
+    @property
+    def good(self) -> Sequence[Part]:
+        """Those that came, from the first on; known when it is done."""
+        ...
+
+    def wait(self, layer: int) -> None:
+        """Until a layer of all pages is there; raises Lost."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until it is done."""
+        ...
+
+    def abandon(self) -> None:
+        """Breaks it off. Its pages may be used for something else when this returns."""
+        ...
+
+
+class Keeper(Protocol):
+    """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`."""
+
+    def look(
+        self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key], tenant: bytes, limit: int
+    ) -> Found | None: ...
+    def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Loading: ...
+    def go(self) -> None: ...
+    def tag(self, tenant: Key) -> bytes: ...
+    def wanted(self, key: Key) -> bool: ...
+    def offer(self, offer: Offer) -> None: ...
+    def pump(self) -> list[Stem]: ...
+    def settle(self) -> list[Stem]: ...
+    def relent(self) -> list[Stem]: ...
+    def forget_pool(self) -> None: ...
+    def join(self, place: int, keys: Sequence[Key]) -> None: ...
+    def leave(self, place: int) -> None: ...
+    def close(self) -> None: ...

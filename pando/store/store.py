@@ -1,0 +1,396 @@
+"""The tiers below the pool as one cache: what they have of a prompt, what is brought up, what is kept.
+
+Everything here is called in the engine's thread and waits for nothing: bytes move in threads of their own (`transfer`), which tier keeps
+what is decided by the `ledger`, and what was finished in the meantime is taken in by `pump`, once a step.
+
+Saving never slows an answer. A page that is to be saved stays in the pool until it was copied, unless a row needs the room: then it is let
+go unsaved, and counted.
+"""
+
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+from ..kv.segment import Key, page_key, shared_length
+from ..kv.tree import Stem
+from .facts import Room, StoreFacts
+from .keeper import Found, Offer, Part, end_parent
+from .ledger import Ledger, Move, Page
+from .speeds import Speeds
+from .tier import Card, Lost, Tier
+from .transfer import Load, Transfer, Worker
+
+TIDIED = 256  # pages written between two looks at what others left on disk
+AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
+
+
+@dataclass
+class Counts:
+    """What happened, for the metrics."""
+
+    loaded: Counter[str] = field(default_factory=Counter)  # tokens, by tier
+    saved: Counter[str] = field(default_factory=Counter)  # pages, by tier
+    lost: Counter[str] = field(default_factory=Counter)  # pages that should have been there, by reason
+    unsaved: Counter[str] = field(default_factory=Counter)  # pages that were not kept, by reason
+    recomputed: int = 0  # tokens that were there, but sooner computed than loaded
+    prefetched: int = 0  # pages
+
+
+class Store:
+    def __init__(
+        self,
+        transfer: Transfer,
+        ledger: Ledger,
+        below: Sequence[Tier],
+        *,
+        buffer: int,
+        tidy: Callable[[Container[Key]], object] | None = None,
+        touch: Callable[[Sequence[Key]], object] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`buffer`: so many pages may be on their way out of the pool at the same time. `tidy`: lets go of what others left on disk beyond
+        its bound, given what is to stay; `touch`: remembers there what was used."""
+        self.transfer, self.ledger, self.host, self.below = transfer, ledger, transfer.host, tuple(below)
+        self.counts, self.speeds = Counts(), Speeds()
+        self.tags: dict[Key, bytes] = {}  # what tenants are called here, by the roots of what they have: enough to purge them by
+        self._buffer, self._tidy, self._touch, self._clock = buffer, tidy, touch, clock
+        self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
+        self._offers: deque[Offer] = deque()
+        self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
+        self._leaving = 0  # pages
+        self._writing = 0  # pages, counted once for each tier
+        self._unwritten: Counter[Key] = Counter()  # the same, by page
+        self._free: list[Stem] = []  # stems that need not stay any longer
+        self._queued: dict[Key, int] = {}  # pages that were offered and are not kept yet
+        self._raising: set[Key] = set()
+        self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
+        weakref.finalize(self, _stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
+
+    def facts(self) -> StoreFacts:
+        ledger, counts = self.ledger, self.counts
+        room = {tier: Room(ledger.used[tier], size) for tier, size in ledger.capacities.items()}
+        loaded, saved, lost, unsaved = (dict(+tally) for tally in (counts.loaded, counts.saved, counts.lost, counts.unsaved))
+        return StoreFacts(room, loaded, saved, lost, unsaved, counts.recomputed, counts.prefetched)
+
+    def tag(self, tenant: Key) -> bytes:
+        return self.tags.get(tenant, tenant)
+
+    # ---- looking
+
+    def look(
+        self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key], tenant: bytes, limit: int
+    ) -> Found | None:
+        """What is kept of the pages with these keys, from the first on, and of the tokens behind them, if loading is worth its time.
+        `limit`: so many of the tokens are wanted at most; `before`: the key of the page before; `owners`: whose short ends may be used."""
+        size = self.transfer.shape.page_size
+        parts, count = list[Part](), 0
+        for tier, key in zip(self._tiers(keys[: -(-limit // size)]), keys, strict=False):
+            parts.append(Part(Card(key, before, tenant, tuple(tokens[count : count + size])), tier))
+            before, count = key, count + size
+        if count < limit:
+            end, shared = self._end(before, owners, tokens[count : min(limit, count + size)])
+            parts += [end] if end is not None else []
+            count += shared
+        count = min(count, limit)
+        sizes = Counter(part.tier for part in parts)
+        if parts and not self.speeds.pays({tier: number * self._page_bytes for tier, number in sizes.items()}, count):
+            self.counts.recomputed += count
+            return None
+        return Found(tuple(parts), count) if parts else None
+
+    def _tiers(self, keys: Sequence[Key]) -> Iterator[str]:
+        """The uppermost tier of each page, as far as they follow each other."""
+        place = 0
+        while place < len(keys):
+            names = self.ledger.find(keys[place:])
+            if not names:  # what others wrote to a tier is known to that tier alone
+                names = next(([tier.name] * count for tier in self.below if (count := tier.look(keys[place:]))), [])
+            if not names:
+                return
+            yield from names
+            place += len(names)
+
+    def _end(self, before: Key, owners: Sequence[Key], rest: Sequence[int]) -> tuple[Part | None, int]:
+        best, found = 0, None
+        for parent in {end_parent(before, owner) for owner in owners} if rest else ():
+            for tier in (self.host, *self.below):
+                for card in tier.ends(parent):
+                    shared = shared_length(card.tokens, rest)
+                    if shared > best and page_key(card.parent, card.tokens) == card.key:
+                        best, found = shared, Part(card, tier.name)
+        return found, best
+
+    # ---- loading
+
+    def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Load:
+        """Begins to bring pages up, to these pages of the pool. `chain`: the keys of the whole context, so that it counts as used."""
+        parts = [Part(part.card, part.tier, page) for part, page in zip(found.parts, pages, strict=True)]
+        load = Load(parts, self.transfer.mover.mark())
+        self.ledger.use(chain, self._clock())
+        self._loads.append((load, tuple(chain)))
+        if self._touch is not None:
+            self._writer.post(partial(self._touch, tuple(chain)))
+        return load
+
+    def go(self) -> None:
+        """The loads of one step begin together: rows that run together need the first layer of all of them first."""
+        loads, self._loads = self._loads, []
+
+        def work() -> None:
+            start = time.perf_counter()
+            self.transfer.load([load for load, _ in loads])
+            each = (time.perf_counter() - start) / sum(len(load.parts) for load, _ in loads)
+            for load, chain in loads:
+                self._done.put(partial(self._loaded, load, chain, each * len(load.parts)))
+
+        if loads:
+            self._loader.post(work, urgent=True)
+
+    def _loaded(self, load: Load, chain: Sequence[Key], seconds: float) -> None:
+        tiers = Counter(part.tier for part in load.good)
+        for part in load.good:
+            self.counts.loaded[part.tier] += len(part.card.tokens)
+        if load.lost is not None and not load.unwanted:
+            self._lost(load.parts[len(load.good)].card.key, load.lost)
+        elif len(tiers) == 1:
+            [(tier, count)] = tiers.items()
+            self.speeds.moved(tier, count * self._page_bytes, seconds)
+        self._note_host([part.card.key for part in load.good if part.tier != "host"], chain)
+
+    def _lost(self, key: Key, lost: Lost) -> None:
+        """Whoever needs it computes it, and then it is kept anew. What only did not come in time may be there the next time."""
+        self.counts.lost[lost.reason] += 1
+        if lost.reason != "late":
+            self.ledger.drop([key])
+            self.host.drop([key])
+
+    def _note_host(self, keys: Sequence[Key], chain: Sequence[Key]) -> None:
+        """What was read from below is in host memory now, if there was room."""
+        there = [key for key in keys if self.host.look([key])]
+        self._keep("host", [*chain, *(key for key in there if key not in chain)], there)  # a short end is no page of the context yet
+        self.host.drop([key for key in there if self.ledger.find([key]) != ["host"]])
+
+    # ---- the queue
+
+    def join(self, place: int, keys: Sequence[Key]) -> None:
+        """A row waits that will need these pages."""
+        if place not in self.ledger.queue:
+            self.ledger.join(place, keys)
+
+    def leave(self, place: int) -> None:
+        if place in self.ledger.queue:
+            self.ledger.leave(place)
+
+    # ---- saving
+
+    def wanted(self, key: Key) -> bool:
+        """Is it neither kept nor about to be?"""
+        return key not in self._queued and not self.ledger.find([key])
+
+    def offer(self, offer: Offer) -> None:
+        self._offers.append(offer)
+        self._queued.update((card.key, 1) for card in offer.cards)
+
+    def pump(self) -> list[Stem]:
+        """Takes in what was finished, begins what may begin; answers the stems that need not stay in the pool for it any longer."""
+        while not self._done.empty():
+            self._done.get()()
+        while self._offers and (not self._on_the_way or self._on_the_way + len(self._offers[0].pages) <= self._buffer):
+            self._begin(self._offers.popleft())
+        self._raise_ahead()
+        free, self._free = self._free, []
+        return free
+
+    def settle(self) -> list[Stem]:
+        """As `pump`, when everything that is on its way out has been copied: a matter of milliseconds."""
+        _settle(self._saver)
+        return self.pump()
+
+    def relent(self) -> list[Stem]:
+        """A row needs the room: what is not on its way yet is not saved."""
+        stems = [offer.stem for offer in self._offers]
+        for offer in self._offers:
+            self._not_saved(offer.cards, "room")
+        self._offers.clear()
+        return stems
+
+    @property
+    def _on_the_way(self) -> int:
+        """Pages between the pool and the lowest tier: what is in host memory only until it is written counts as well."""
+        return max(self._leaving, self._writing)
+
+    @property
+    def busy(self) -> bool:
+        """Is anything on its way that `pump` will have to take in?"""
+        return bool(self._offers or self._leaving or self._writing or self._raising or not self._done.empty())
+
+    def forget_pool(self) -> None:
+        """The pool's pages are not to be trusted any more: nothing more of them is saved, and nothing is copied from or to them when this
+        returns. What was offered before is sound: only a step that settled offers anything."""
+        cards = [card for offer in self._offers for card in offer.cards]
+        self._offers.clear()
+        self._not_saved(cards, "failed")
+        _settle(self._saver)
+        _settle(self._loader)
+        self.pump()
+        self._free = []
+
+    def close(self) -> None:
+        """Saves what is on its way, and lets go of the tiers."""
+        while self._offers or self._leaving or self._writing:
+            self.settle()
+            _settle(self._writer)
+        _stop((self._loader, self._saver, self._writer))
+        for tier in self.below:
+            tier.close()
+
+    def _begin(self, offer: Offer) -> None:
+        mine = {card.key for card in offer.cards}
+        kept = self._keep("host", offer.chain, mine)
+        passing = bool(self.below)  # what host memory has no lasting place for passes through it
+        going = [(card, page) for card, page in zip(offer.cards, offer.pages, strict=True) if passing or card.key in kept]
+        self._not_saved([] if passing else [card for card in offer.cards if card.key not in kept], "full")
+        if not going:
+            self._free.append(offer.stem)
+            return
+        self._leaving += len(going)
+        computed = self.transfer.mover.mark()
+
+        def work() -> None:
+            failed = []
+            for card, page in going:
+                try:
+                    self.transfer.take(card, page, computed)
+                except Lost:
+                    failed.append(card)
+            self._done.put(lambda: self._taken(offer, [card for card, _ in going], failed))
+
+        self._saver.post(work)
+
+    def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
+        """Makes room for a chain in a tier; answers which pages of it enter."""
+        kept = self.ledger.keep(tier, [Page(key, self._page_bytes) for key in chain], self._clock(), only)
+        self._move(kept.moves)
+        return set(kept.entered)
+
+    def _taken(self, offer: Offer, cards: Sequence[Card], failed: Sequence[Card]) -> None:
+        self._leaving -= len(cards)
+        self._free.append(offer.stem)
+        self.ledger.drop([card.key for card in failed], "host")
+        self._not_saved(failed, "full")
+        for card in cards:
+            self._queued.pop(card.key, None)
+        good = [card for card in cards if card not in failed]
+        self.counts.saved["host"] += len(good)
+        for tier in self.below:
+            self._write(tier, offer, good)
+        self._passed([card.key for card in good])
+
+    def _passed(self, keys: Sequence[Key]) -> None:
+        """What was in host memory on its way down alone leaves it, when there is nothing more to write of it."""
+        self.host.drop([key for key in keys if not self._unwritten[key] and self.ledger.find([key]) != ["host"]])
+
+    def _write(self, tier: Tier, offer: Offer, cards: Sequence[Card]) -> None:
+        """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
+        if tier.name in self.ledger.capacities:
+            mine = {card.key for card in cards}
+            kept = self._keep(tier.name, offer.chain, mine)
+            cards = [card for card in cards if card.key in kept]
+
+        def work() -> None:
+            for card in cards:
+                try:
+                    self.transfer.write(card, tier.name)
+                    self._done.put(partial(self._written, tier.name, card, None))
+                except Lost as lost:
+                    self._done.put(partial(self._written, tier.name, card, lost))
+
+        if cards:
+            self._writing += len(cards)
+            self._unwritten.update(card.key for card in cards)
+            self.ledger.pin([card.key for card in cards])  # in host memory, until it is written
+            self._writer.post(work)
+
+    def _written(self, tier: str, card: Card, lost: Lost | None) -> None:
+        self._writing -= 1
+        self._unwritten -= Counter([card.key])
+        self.ledger.unpin([card.key])
+        if lost is None:
+            self.counts.saved[tier] += 1
+        else:
+            self.counts.unsaved[lost.reason] += 1
+            self.ledger.drop([card.key], tier)
+        self._passed([card.key])
+        if self._tidy is not None and self.counts.saved[tier] % TIDIED == 0:
+            self._writer.post(partial(self._tidy, frozenset(page.key for page in self.ledger.held(tier))))
+
+    def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
+        self.counts.unsaved[reason] += len(cards)
+        for card in cards:
+            self._queued.pop(card.key, None)
+
+    # ---- what leaves a tier, and what comes up
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """What leaves host memory is on disk already, or on its way there: a page that is being written stays until it is."""
+        for move in moves:
+            if move.source == "host":
+                self.host.drop([move.key])
+                if move.target is not None:  # the writer has not come to it: too late
+                    self.ledger.drop([move.key], move.target)
+            else:
+                self._writer.post(partial(self.transfer.tiers[move.source].drop, [move.key]))
+
+    def _raise_ahead(self) -> None:
+        """Brings up what the next rows in the queue need, one job at a time."""
+        if self._raising:
+            return
+        for _, chain in zip(range(AHEAD), self.ledger.prefetch(), strict=False):
+            keys = [page.key for page in chain]
+            lacking = [key for key, tier in zip(keys, self.ledger.find(keys), strict=False) if tier != "host"]
+            if lacking:
+                self._raise(lacking, chain)
+                return
+
+    def _raise(self, keys: Sequence[Key], chain: Sequence[Page]) -> None:
+        tiers = dict(zip(keys, (self.ledger.find([key])[0] for key in keys), strict=True))
+        kept = self._keep("host", [page.key for page in chain])
+        coming = [key for key in keys if key in kept]
+        self._raising = set(coming)
+
+        def work() -> None:
+            lost: dict[Key, Lost] = {}
+            for key in coming:
+                try:
+                    self.transfer.raise_to_host(key, tiers[key])
+                except Lost as error:
+                    lost[key] = error
+            self._done.put(lambda: self._raised(coming, lost))
+
+        if coming:
+            self._loader.post(work)
+
+    def _raised(self, keys: Sequence[Key], lost: dict[Key, Lost]) -> None:
+        self._raising = set()
+        self.counts.prefetched += len(keys) - len(lost)
+        for key, error in lost.items():
+            self.ledger.drop([key], "host")
+            if error.reason != "full":
+                self._lost(key, error)
+
+
+def _stop(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def _settle(worker: Worker) -> None:
+    """Until what was posted so far is done."""
+    reached: SimpleQueue[None] = SimpleQueue()
+    worker.post(lambda: reached.put(None))
+    reached.get()

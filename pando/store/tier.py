@@ -1,0 +1,89 @@
+"""What the tiers below the pool keep, and how they are asked.
+
+They keep pages: the K and V of whole pages, and of the short end of a sequence, each under the key that the tree has for it. Keys are
+chained, so a page has the same key in every conversation that contains it, and is kept once. A payload is layer-major, so that layer 0 can
+be used while layer 1 is on its way.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ..kv.segment import Key
+
+Reason = Literal["absent", "expired", "short", "corrupt", "foreign", "version", "unreadable", "late", "full"]
+
+
+class Lost(Exception):
+    """What was looked for cannot be had, and why: the caller computes it. Never the fault of a request."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kept page must have in common with the pool that takes it."""
+
+    model: bytes  # its digest, 32 bytes
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # as torch names it: float32, bfloat16, float16
+    page_size: int
+    codec: str = "none"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known of a kept page besides its bytes."""
+
+    key: Key
+    parent: Key  # the key of the page before it, or of the root: short ends are found by it
+    tenant: bytes  # 32 bytes: whose it is, so that it can be purged
+    tokens: tuple[int, ...]  # a full page of them, or less at the end of a sequence
+
+
+def tenant_tag(salt: bytes) -> bytes:
+    """What a tenant is called in the tiers, whatever the model."""
+    return hashlib.sha256(b"tenant" + salt).digest()
+
+
+class Reader(Protocol):
+    """One kept page, open for reading."""
+
+    card: Card
+
+    def layer(self, index: int, into: memoryview) -> None:
+        """Fills the buffer with one layer's bytes, which agree with their checksum; raises Lost."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Tier(Protocol):
+    """Every method may be called from any thread. None of them raises anything but Lost."""
+
+    name: str
+
+    def look(self, keys: Sequence[Key]) -> int:
+        """How many of these, from the first on, it has."""
+        ...
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        """The short ends that continue a page."""
+        ...
+
+    def open(self, key: Key) -> Reader:
+        """Raises Lost."""
+        ...
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        """Keeps a page, unless it is there already; raises Lost where that cannot be. The buffers are the caller's again afterwards."""
+        ...
+
+    def drop(self, keys: Sequence[Key]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,426 @@
+"""Moving pages between the pool and the tiers below it, in threads beside the computation.
+
+A load goes layer by layer over all of its pages, so that whoever computes behind them may begin when layer 0 is there. What is read from a
+file passes through host memory and stays there.
+"""
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kv.pool import PagePool
+from ..kv.segment import Key
+from .codec import Codec
+from .host import HostReader, HostTier
+from .keeper import Part
+from .tier import Card, Lost, Reader, Shape, Tier
+
+log = logging.getLogger(__name__)
+
+LATE = 30.0  # seconds without a layer, after which whoever waits computes instead
+
+
+class Load:
+    """Pages on their way into the pool."""
+
+    def __init__(self, parts: Sequence[Part], computed: "torch.cuda.Event | None" = None) -> None:
+        self.parts = parts
+        self.computed = computed  # what may still read these pages, on a GPU
+        self.lost: Lost | None = None
+        self._good = len(parts)
+        self._layers: list[torch.cuda.Event | None] = []
+        self._ended = self._unwanted = False
+        self._changed = threading.Condition()
+
+    @property
+    def done(self) -> bool:
+        return self._ended
+
+    @property
+    def good(self) -> Sequence[Part]:
+        """Those that came, from the first on; known when it is done."""
+        return self.parts[: self._good]
+
+    def wait(self, layer: int) -> None:
+        """Until a layer of all pages is in the pool; raises Lost where one of them will not come."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: len(self._layers) > layer or self._ended or self.lost, LATE)
+        if self.lost is not None:
+            raise self.lost
+        if not came or len(self._layers) <= layer:
+            raise Lost("late", f"layer {layer} did not come within {LATE:g} s")
+        event = self._layers[layer]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def finish(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+
+    def abandon(self) -> None:
+        with self._changed:
+            self._unwanted = True
+            self._changed.wait_for(lambda: self._ended)
+
+    # ---- for the thread that loads
+
+    @property
+    def unwanted(self) -> bool:
+        return self._unwanted
+
+    def cut(self, place: int, lost: Lost) -> None:
+        """The page at this place will not come, and what follows it is of no use."""
+        with self._changed:
+            self._good, self.lost = place, lost
+            self._changed.notify_all()
+
+    def arrived(self, event: "torch.cuda.Event | None") -> None:
+        with self._changed:
+            self._layers.append(event)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class Copy(NamedTuple):
+    """Into a page of the pool: the bytes of one layer of so many tokens."""
+
+    page: int
+    tokens: int
+    data: Tensor
+    stays: bool  # in pinned memory, if there is a GPU
+
+
+class Worker:
+    """One thread that does what is posted to it: what is urgent first, then in order."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: list[tuple[int, int, Callable[[], object]]] = []
+        self._posted = 0
+        self._stopping = False
+        self._name = name
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None  # begun with the first task
+
+    def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
+        with self._changed:
+            self._posted += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            heapq.heappush(self._tasks, (0 if urgent else 1, self._posted, task))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """After the task that runs. What was posted and not begun is left undone."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(LATE)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._stopping)
+                if self._stopping:
+                    return
+                task = heapq.heappop(self._tasks)[2]
+            try:
+                task()
+            except Exception:  # an error of ours must not end what all later requests rely on
+                log.exception("a transfer failed")
+
+
+class Mover(Protocol):
+    """The pool's pages as bytes."""
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """What was computed so far; `take` waits for it."""
+        ...
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        """The first tokens of a page, in every layer, into [L, layer_bytes]."""
+        ...
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None:
+        """What is put from now on is put after that."""
+        ...
+
+    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
+        """One layer's bytes into pages."""
+        ...
+
+    def fence(self) -> "torch.cuda.Event | None":
+        """What was put so far."""
+        ...
+
+
+class CpuMover:
+    """By numpy, which copies in the thread that asks: torch would start a second pool of threads and take the cores from the model."""
+
+    def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
+        self._pool, self._shape, self._codec = pool, shape, codec
+        self._slot_bytes = pool.k[0, 0].nbytes
+        self._k, self._v = (each.view(torch.uint8).numpy().reshape(shape.layers, -1) for each in (pool.k, pool.v))
+
+    def mark(self) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None: ...
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
+        if self._shape.codec == "none":
+            kept = into.numpy()
+            kept[:, :size] = self._k[:, start : start + size]
+            kept[:, size : 2 * size] = self._v[:, start : start + size]
+        else:
+            slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
+            into[:, : data.shape[1]] = data
+
+    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
+        for page, tokens, data, _ in copies:
+            start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
+            if self._shape.codec == "none":
+                kept = data.numpy()
+                self._k[layer, start : start + size] = kept[:size]
+                self._v[layer, start : start + size] = kept[size : 2 * size]
+            else:
+                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+                k, v = self._codec.decode(data[None], self._shape, tokens)
+                self._pool.k[layer, slots], self._pool.v[layer, slots] = k[0], v[0]
+
+
+class CudaMover:
+    """On streams of its own, from and to pinned memory."""
+
+    def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
+        self._pool, self._shape, self._codec = pool, shape, codec
+        self._loads, self._saves = torch.cuda.Stream(pool.k.device), torch.cuda.Stream(pool.k.device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._pool.k.device))
+        return event
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None:
+        if computed is not None:
+            self._loads.wait_event(computed)
+
+    def fence(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._loads)
+        return event
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+        with torch.cuda.stream(self._saves):
+            if computed is not None:
+                self._saves.wait_event(computed)
+            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
+            if data.shape != into.shape:  # only what is whole goes over in one piece
+                data = torch.nn.functional.pad(data, (0, into.shape[1] - data.shape[1]))
+            into.copy_(data, non_blocking=True)
+        self._saves.synchronize()
+
+    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
+        """Whole pages in pinned memory are fetched by one kernel, which costs the thread that computes less than a call for each."""
+        whole = [copy for copy in copies if copy.stays and copy.tokens == self._pool.page_size and self._shape.codec == "none"]
+        with torch.cuda.stream(self._loads):
+            if whole:
+                self._fetch(layer, whole)
+            for page, tokens, data, _ in (copy for copy in copies if copy not in whole) if len(whole) < len(copies) else ():
+                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+                k, v = self._pool.k[layer, slots], self._pool.v[layer, slots]
+                if self._shape.codec == "none":
+                    k.view(torch.uint8).view(-1).copy_(data[: k.nbytes], non_blocking=True)
+                    v.view(torch.uint8).view(-1).copy_(data[k.nbytes : 2 * k.nbytes], non_blocking=True)
+                else:
+                    new = self._codec.decode(data.to(k.device, non_blocking=True)[None], self._shape, tokens)
+                    k.copy_(new[0][0])
+                    v.copy_(new[1][0])
+
+    def _fetch(self, layer: int, copies: "Sequence[Copy]") -> None:
+        from ..kernels.gpu import fetch
+
+        where = torch.tensor([[copy.data.data_ptr() for copy in copies], [copy.page for copy in copies]]).pin_memory()
+        fetch(where.to(self._pool.k.device, non_blocking=True), self._pool.k[layer], self._pool.v[layer], self._pool.page_size)
+
+
+class Transfer:
+    """Brings pages from the tiers to the pool, and back. Its methods run in worker threads, but for `close`."""
+
+    def __init__(self, shape: Shape, codec: Codec, mover: Mover, host: HostTier, below: Sequence[Tier], *, reserve: int = 0) -> None:
+        """`reserve`: pages of host memory that are for what is saved, and not for what is loaded."""
+        self.shape, self.codec, self.mover, self.host = shape, codec, mover, host
+        self.tiers: dict[str, Tier] = {tier.name: tier for tier in (host, *below)}
+        self._reserve = reserve
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """Fills the pages of loads, together: the first layer of all of them, then the next."""
+        with ExitStack() as stack:
+            opened = []
+            for load in loads:
+                stack.callback(load.end)
+                self.mover.follow(load.computed)
+                opened.append((load, self._open(load, stack)))
+            for layer in range(self.shape.layers):
+                self.mover.put(layer, [copy for load, sources in opened for copy in self._read(layer, load, sources)])
+                event = self.mover.fence()
+                for load in loads:
+                    load.arrived(event)
+            if event is not None:
+                event.synchronize()  # host memory that is copied from stays until then
+
+    def _open(self, load: Load, stack: ExitStack) -> "list[tuple[Part, _Source]]":
+        sources: list[tuple[Part, _Source]] = []
+        for place, part in enumerate(load.parts):
+            try:
+                sources.append((part, stack.enter_context(self._source(part))))
+            except Lost as lost:
+                load.cut(place, lost)
+                break
+        return sources
+
+    def _read(self, layer: int, load: Load, sources: "list[tuple[Part, _Source]]") -> "list[Copy]":
+        if load.unwanted and sources:
+            load.cut(0, Lost("late", "nobody waits for it any more"))
+            sources.clear()
+        found = []
+        for place, (part, source) in enumerate(sources):
+            try:
+                found.append(Copy(part.page, len(part.card.tokens), source.layer(layer), source.stays))
+            except Lost as lost:
+                load.cut(place, lost)
+                del sources[place:]
+                break
+        return found
+
+    def raise_to_host(self, key: Key, tier: str) -> None:
+        """Brings a page into host memory before anyone asks for it; raises Lost."""
+        below = self.tiers[tier].open(key)
+        try:
+            card, size = below.card, self.codec.layer_bytes(self.shape, len(below.card.tokens))
+            slot = self.host.begin(card)
+            if slot is not None:
+                with self._written(card):
+                    for index, row in enumerate(slot):
+                        below.layer(index, memoryview(row[:size].numpy()))
+        finally:
+            below.close()
+
+    def take(self, card: Card, page: int, computed: "torch.cuda.Event | None") -> None:
+        """Copies a page of the pool into host memory; raises Lost where that has no room."""
+        slot = self.host.begin(card)
+        if slot is not None:
+            with self._written(card):
+                self.mover.take(page, len(card.tokens), slot, computed)
+
+    def write(self, card: Card, tier: str) -> None:
+        """Copies a page from host memory down to a tier; raises Lost."""
+        reader = self.host.open(card.key)
+        try:
+            size = self.codec.layer_bytes(self.shape, len(card.tokens))
+            self.tiers[tier].save(card, [memoryview(row[:size].numpy()) for row in reader.payload])
+        finally:
+            reader.close()
+
+    @contextmanager
+    def _source(self, part: Part) -> "Iterator[_Source]":
+        size = self.codec.layer_bytes(self.shape, len(part.card.tokens))
+        with suppress(Lost):  # it may be in host memory by now
+            reader = self.host.open(part.card.key)
+            try:
+                yield _Slot(reader, size)
+                return
+            finally:
+                reader.close()
+        below = self.tiers[part.tier].open(part.card.key)
+        try:
+            if len(below.card.tokens) != len(part.card.tokens):
+                raise Lost("foreign", f"{len(below.card.tokens)} tokens where {len(part.card.tokens)} were expected")
+            slot = self._slot(part.card)
+            if slot is None:
+                yield _File(below, torch.empty(self.shape.layers, size, dtype=torch.uint8), size)
+            else:
+                with self._written(part.card) as whole:
+                    source = _File(below, slot, size)
+                    yield source
+                    whole(source.layers == self.shape.layers)
+        finally:
+            below.close()
+
+    def _slot(self, card: Card) -> Tensor | None:
+        """Where it may stay in host memory, if there is room."""
+        if self.host.free <= self._reserve:
+            return None
+        try:
+            return self.host.begin(card)
+        except Lost:
+            return None
+
+    @contextmanager
+    def _written(self, card: Card) -> Iterator[Callable[[bool], None]]:
+        """The page is found in host memory from now on, unless it was not written whole."""
+        outcome = [True]
+
+        def whole(yes: bool) -> None:
+            outcome[0] = yes
+
+        try:
+            yield whole
+        except BaseException:
+            outcome[0] = False
+            raise
+        finally:
+            (self.host.commit if outcome[0] else self.host.abort)(card)
+
+
+class _Source(Protocol):
+    stays: bool  # what a layer answers lies in host memory, pinned where there is a GPU
+
+    def layer(self, index: int) -> Tensor: ...
+
+
+class _Slot:
+    """A page in host memory."""
+
+    stays = True
+
+    def __init__(self, reader: HostReader, size: int) -> None:
+        self._payload, self._size = reader.payload, size
+
+    def layer(self, index: int) -> Tensor:
+        return self._payload[index, : self._size]
+
+
+class _File:
+    """A page below, read into a buffer."""
+
+    stays = False
+
+    def __init__(self, reader: Reader, buffer: Tensor, size: int) -> None:
+        self._reader, self._buffer, self._size = reader, buffer, size
+        self.layers = 0
+
+    def layer(self, index: int) -> Tensor:
+        row = self._buffer[index, : self._size]
+        self._reader.layer(index, memoryview(row.numpy().data))
+        self.layers += 1
+        return row
+
+
+def mover_of(pool: PagePool, shape: Shape, codec: Codec) -> Mover:
+    return (CpuMover if pool.k.device.type == "cpu" else CudaMover)(pool, shape, codec)

@@ -1,0 +1,412 @@
+import errno
+import hashlib
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pando.store.disk import DiskTier
+from pando.store.fileformat import tag
+from pando.store.tier import Lost
+
+from .pages import ROOT, SHAPE, TENANT, card, chain, data, keys, layers, read
+
+OTHER = hashlib.sha256(b"another tenant").digest()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(tmp_path, clock):
+    """Tiers on one directory, each as another process would have it."""
+    made: list[DiskTier] = []
+
+    def one(directory=tmp_path / "kv", shape=SHAPE, **options) -> DiskTier:
+        made.append(DiskTier(directory, shape, clock, **options))
+        return made[-1]
+
+    yield one
+    for tier in made:
+        tier.close()
+
+
+def path_of(directory: Path, key: bytes, shape=SHAPE) -> Path:
+    return directory / "v1" / tag(shape) / key.hex()[:2] / key.hex()
+
+
+def save(tier: DiskTier, *cards) -> None:
+    for one in cards:
+        tier.save(one, layers(one))
+
+
+# --- keeping -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_read(make):
+    disk, cards = make(), chain(5)
+    save(disk, *cards)
+    assert disk.look(keys(cards)) == 5
+    assert [read(disk.open(one.key)) for one in cards] == [data(one) for one in cards]
+    assert disk.open(cards[2].key).card == cards[2]
+
+
+def test_what_was_saved_outlives_the_process(make):
+    cards, end = chain(3), card(50, 3)
+    before = make()
+    save(before, *cards, end)
+    before.close()
+    disk = make()
+    assert disk.look(keys(cards)) == 3
+    assert disk.ends(ROOT) == [end]
+    assert read(disk.open(end.key)) == data(end)
+
+
+def test_files_and_folders_are_the_owners_alone(make, tmp_path):
+    old = os.umask(0)
+    try:
+        save(make(), card())
+    finally:
+        os.umask(old)
+    found = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
+    assert len(found) > 5
+    for path in found:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_page_is_written_once(make, tmp_path):
+    disk, one = make(), card()
+    save(disk, one)
+    file = path_of(tmp_path / "kv", one.key)
+    before = file.stat().st_ino
+    save(disk, one)
+    assert file.stat().st_ino == before
+    assert disk.count == 1
+
+
+def test_a_dropped_page_is_gone_and_can_still_be_read_by_who_has_it_open(make, tmp_path):
+    disk, (one, other) = make(), chain(2)
+    save(disk, one, other)
+    reader = disk.open(one.key)
+    disk.drop([one.key, one.key, card(99).key])
+    assert disk.look([one.key]) == 0 and not path_of(tmp_path / "kv", one.key).exists()
+    assert read(reader) == data(one)
+    with pytest.raises(Lost, match="absent"):
+        disk.open(one.key)
+    assert read(disk.open(other.key)) == data(other)
+
+
+def test_sizes_and_ages_are_told(make, clock, tmp_path):
+    disk, cards = make(), chain(3)
+    for one in cards:
+        save(disk, one)
+        clock.now += 10
+    disk.touch([cards[0].key])
+    disk.pin([cards[1].key])
+    entries = disk.entries()
+    assert [entry.key for entry in entries] == keys([cards[1], cards[2], cards[0]])  # least recently used first
+    assert [(entry.born, entry.used, entry.pinned) for entry in entries] == [(1010, 1010, 1), (1020, 1020, 0), (1000, 1030, 0)]
+    assert [entry.size for entry in entries] == [path_of(tmp_path / "kv", entry.key).stat().st_size for entry in entries]
+    assert disk.size == sum(entry.size for entry in entries) and disk.count == 3
+    assert entries[0].parent == cards[0].key and entries[0].tokens == SHAPE.page_size
+    disk.pin([cards[1].key], False)
+    assert not any(entry.pinned for entry in disk.entries())
+
+
+def test_a_tenant_is_purged_and_the_others_stay(make, tmp_path):
+    mine, theirs = chain(3), chain(2, tenant=OTHER)
+    disk, compressed = make(), make(shape=replace(SHAPE, codec="int8"))
+    save(disk, *mine, *theirs)
+    save(compressed, theirs[0])
+    assert disk.purge(OTHER) == 3
+    assert disk.look(keys(mine)) == 3 and disk.look(keys(theirs)) == 0
+    files = {path.name for path in (tmp_path / "kv").rglob("*") if len(path.name) == 64}
+    assert files == {one.key.hex() for one in mine}
+
+
+def test_a_purge_finds_what_the_index_has_not(make, tmp_path):
+    disk, (one, other) = make(), chain(2)
+    save(disk, one, other)
+    disk._folder.index.remove([(tag(SHAPE), one.key)])
+    assert disk.purge(TENANT) == 2
+    assert not path_of(tmp_path / "kv", one.key).exists()
+
+
+def test_what_is_there_and_unknown_is_entered_in_the_index(make):
+    disk, one = make(), card()
+    save(make(), one)
+    disk._folder.index.remove([(tag(SHAPE), one.key)])
+    assert disk.look([one.key]) == 0
+    save(disk, one)
+    assert disk.look([one.key]) == 1 and [entry.key for entry in disk.entries()] == [one.key]
+
+
+def test_room_is_made_of_what_nobody_keeps(make, clock):
+    old, disk, cards = make(shape=replace(SHAPE, model=bytes(32))), make(), chain(4)
+    save(old, *chain(2))
+    clock.now += 1
+    save(disk, *cards)
+    page = disk.entries()[0].size
+    old.pin([chain(2)[0].key])
+    assert disk.make_room(6 * page, keep=set(keys(cards))) == 0
+    assert disk.make_room(3 * page, keep={cards[3].key}) == 3  # the other model's, which is older, and two more; not the pinned one
+    assert disk.size == 3 * page
+    assert disk.look(keys(cards)) == 1 and disk.look([cards[3].key]) == 1  # of one chain its end goes first, unless it is to stay
+    old.open(chain(2)[0].key).close()
+
+
+def test_shapes_do_not_meet(make):
+    exact, compressed, one = make(), make(shape=replace(SHAPE, codec="int8")), card()
+    save(exact, one)
+    assert compressed.look([one.key]) == 0
+    with pytest.raises(Lost, match="absent"):
+        compressed.open(one.key)
+
+
+# --- two processes -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_another_process_adds_is_found(make, shared):
+    mine, other = make(shared=shared), make(shared=shared)
+    cards, end = chain(3), card(50, 3)
+    assert mine.look(keys(cards)) == 0 and mine.ends(ROOT) == []
+    save(other, *cards, end)
+    assert mine.look(keys(cards)) == 3 and mine.ends(ROOT) == [end]
+    assert [read(mine.open(one.key)) for one in cards] == [data(one) for one in cards]
+
+
+def test_what_another_process_drops_is_absent_and_can_be_saved_again(make):
+    mine, other, one = make(), make(), card()
+    save(mine, one)
+    assert other.look([one.key]) == 1
+    other.drop([one.key])
+    with pytest.raises(Lost, match="absent"):
+        mine.open(one.key)
+    assert mine.look([one.key]) == 0
+    save(mine, one)
+    assert read(other.open(one.key)) == data(one)
+
+
+def test_processes_and_threads_write_at_once(tmp_path, make):
+    work = f"""
+import threading
+from pathlib import Path
+from pando.store.disk import DiskTier
+from tests.store.pages import *
+disk = DiskTier(Path({str(tmp_path / "kv")!r}), SHAPE)
+def run(turn):
+    for step in range(40):
+        one = chain(6)[(step * turn) % 6]
+        disk.save(one, layers(one))
+        disk.look(keys(chain(6)))
+        try:
+            assert read(disk.open(one.key)) == data(one)
+        except Lost as lost:
+            assert lost.reason == "absent", lost
+        if step % 5 == 0:
+            disk.drop([one.key])
+threads = [threading.Thread(target=run, args=(turn,)) for turn in (1, 5)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+""".replace("import *", "import *\nfrom pando.store.tier import Lost")
+    started = [
+        subprocess.Popen([sys.executable, "-c", work], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in "ab"
+    ]
+    said = [process.communicate()[1] for process in started]
+    assert said == ["", ""]
+    assert all(finding.lost is None for finding in make().verify())
+
+
+def test_an_index_that_machines_share_stays_one_whoever_opens_it(make, tmp_path):
+    save(make(shared=True), card())
+    save(make(), card(9))
+    assert not list((tmp_path / "kv/v1").glob("index.sqlite-*"))  # no journal in memory that only one machine has
+
+
+def test_closing_twice_closes_nothing_else(make):
+    disk, (one, other) = make(), chain(2)
+    save(disk, one, other)
+    first = disk.open(one.key)
+    first.close()
+    second = disk.open(other.key)  # has the same number now
+    first.close()
+    assert read(second) == data(other)
+
+
+# --- starting again ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "noise", "empty", "version", "columns", "cut", "rows", "page"])
+def test_the_index_is_made_again_from_the_files(make, tmp_path, damage):
+    cards, end = chain(5), card(50, 3)
+    before = make()
+    save(before, *cards, end)
+    before.close()
+    index = tmp_path / "kv/v1/index.sqlite"
+    if damage == "missing":
+        index.unlink()
+    elif damage == "noise":
+        index.write_bytes(os.urandom(9000))
+    elif damage == "empty":
+        index.write_bytes(b"")
+    elif damage == "page":
+        connection = sqlite3.connect(index)
+        [(root, size)] = connection.execute("SELECT rootpage, page_size FROM sqlite_master, pragma_page_size WHERE name = 'pages'")
+        connection.close()
+        content = bytearray(index.read_bytes())
+        content[(root - 1) * size : root * size] = os.urandom(size)
+        index.write_bytes(content)
+    elif damage == "cut":
+        index.write_bytes(index.read_bytes()[:-5000])
+    else:
+        said = {"version": "PRAGMA user_version = 9", "columns": "ALTER TABLE pages RENAME COLUMN key TO k", "rows": "DELETE FROM pages"}
+        with sqlite3.connect(index) as connection:
+            connection.execute(said[damage])
+        connection.close()
+    disk = make()
+    assert disk.look(keys(cards)) == 5 and disk.ends(ROOT) == [end]
+    assert sorted(entry.key for entry in disk.entries()) == sorted(keys([*cards, end]))
+    assert index.exists()
+
+
+def test_starting_reads_no_payload(make, tmp_path, monkeypatch):
+    save(make(), *chain(4))
+    (tmp_path / "kv/v1/index.sqlite").unlink()
+    read_bytes: list[int] = []
+    plain = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: read_bytes.append(len(got := plain(*args))) or got)
+    monkeypatch.setattr(os, "preadv", lambda *args: pytest.fail("a payload was read"))
+    assert make().count == 4
+    assert len(read_bytes) == 4  # a header each, when there was no index
+    read_bytes.clear()
+    assert make().count == 4
+    assert read_bytes == []  # and nothing with one
+
+
+def test_a_row_without_a_file_is_a_miss(make, tmp_path):
+    disk, (one, other) = make(), chain(2)
+    save(disk, one, other)
+    path_of(tmp_path / "kv", one.key).unlink()
+    with pytest.raises(Lost, match="absent"):
+        disk.open(one.key)
+    assert [entry.key for entry in disk.entries()] == [other.key]
+    path_of(tmp_path / "kv", other.key).unlink()
+    assert make().count == 0
+
+
+def test_an_index_that_lies_about_a_short_end_costs_the_page_and_no_more(make, tmp_path):
+    disk, end = make(), card(50, 3)
+    save(disk, end)
+    disk.close()
+    with sqlite3.connect(tmp_path / "kv/v1/index.sqlite") as connection:
+        connection.execute("UPDATE pages SET tokens = x'010000000200000003000000'")
+    connection.close()
+    disk = make()
+    assert [told.tokens for told in disk.ends(ROOT)] == [(1, 2, 3)]
+    with pytest.raises(Lost, match="corrupt"):
+        disk.open(end.key)
+    assert disk.ends(ROOT) == []
+
+
+def test_what_a_dead_process_was_writing_is_swept_away_and_what_a_living_one_writes_is_not(make, tmp_path, monkeypatch):
+    one = card()
+    writing, go_on = threading.Event(), threading.Event()
+    plain = os.fdatasync
+
+    def wait(descriptor: int) -> None:
+        writing.set()
+        go_on.wait()
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", wait)
+    disk = make()
+    (tmp_path / "kv/v1/making/left").write_bytes(b"half a page")
+    thread = threading.Thread(target=save, args=(disk, one))
+    thread.start()
+    try:
+        assert writing.wait(10)
+        assert len(list((tmp_path / "kv/v1/making").iterdir())) == 2
+        other = make()
+        assert len(list((tmp_path / "kv/v1/making").iterdir())) == 1
+    finally:
+        go_on.set()
+        thread.join()
+    assert other.look([one.key]) == 1 and read(other.open(one.key)) == data(one)
+
+
+def test_a_file_that_is_swept_away_before_it_is_locked_is_begun_again(make, monkeypatch):
+    disk, one, plain, swept = make(), card(), tempfile.mkstemp, []
+
+    def swept_at_once(dir: Path) -> tuple[int, str]:
+        descriptor, path = plain(dir=dir)
+        if len(swept) < 2:
+            os.unlink(path)
+            swept.append(path)
+        return descriptor, path
+
+    monkeypatch.setattr(tempfile, "mkstemp", swept_at_once)
+    save(disk, one)
+    assert len(swept) == 2 and read(disk.open(one.key)) == data(one)
+
+
+# --- where nothing can be written --------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_made_is_an_empty_tier(make, tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    disk, one = make(tmp_path / "file"), card()
+    assert disk.look([one.key]) == 0 and disk.ends(ROOT) == [] and disk.entries() == [] and disk.size == 0
+    for _ in range(3):
+        with pytest.raises(Lost, match="unreadable"):
+            save(disk, one)
+    disk.drop([one.key])
+    disk.touch([one.key])
+    assert disk.purge(TENANT) == 0
+    assert len(caplog.records) == 3  # no index, no page, nothing to remove: each once
+    assert "choose another directory" in caplog.text
+
+
+def test_where_no_index_can_be_written_pages_are_listed_in_memory(make, tmp_path, monkeypatch, caplog):
+    cards = chain(3)
+    save(make(), *cards)
+
+    def refuse(self, path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr("pando.store.folder.Folder._open_index", refuse)
+    disk = make()
+    assert disk.look(keys(cards)) == 3
+    assert [read(disk.open(one.key)) for one in cards] == [data(one) for one in cards]
+    assert len(caplog.records) == 1
+
+
+def test_a_busy_index_is_written_later(make, tmp_path, monkeypatch):
+    disk, (one, other) = make(), chain(2)
+    plain = disk._folder.index.add
+
+    def busy(rows):
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(disk._folder.index, "add", busy)
+    save(disk, one)
+    assert disk.look([one.key]) == 1 and read(disk.open(one.key)) == data(one)
+    monkeypatch.setattr(disk._folder.index, "add", plain)
+    save(disk, other)
+    assert {entry.key for entry in disk.entries()} == set(keys([one, other]))
+    assert disk._folder._unindexed == []

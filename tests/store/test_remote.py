@@ -1,0 +1,297 @@
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from pando.errors import InvalidOption
+from pando.store import remote
+from pando.store.disk import DiskTier
+from pando.store.fileformat import tag
+from pando.store.remote import RedisTier, remote_tier
+from pando.store.tier import Lost
+
+from .faults import FaultyTier
+from .pages import LAYER, ROOT, SHAPE, TENANT, card, chain, data, keys, layers, read
+from .test_faults import START, play
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A real one, on a socket of its own; its address."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("REDIS-SERVER IS NOT INSTALLED: the remote tier is not tested against a real server; apt-get install redis-server")
+    pytest.importorskip("redis", reason="THE PACKAGE redis IS NOT INSTALLED: the remote tier is not tested; pip install redis")
+    folder = tmp_path_factory.mktemp("redis")
+    options = ["--port", "0", "--unixsocket", "s", "--save", "", "--maxmemory", "64mb", "--dir", str(folder)]
+    process = subprocess.Popen(["redis-server", *options], cwd=folder, stdout=subprocess.DEVNULL)
+    while not (folder / "s").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    yield f"unix://{folder}/s"
+    process.terminate()
+    process.wait()
+
+
+@pytest.fixture
+def make(server):
+    made: list[RedisTier] = []
+
+    def one(shape=SHAPE, ttl=None, url=server) -> RedisTier:
+        tier = remote_tier(url, shape, ttl)
+        assert isinstance(tier, RedisTier)
+        made.append(tier)
+        return tier
+
+    one()._patient.flushall()
+    yield one
+    for tier in made:
+        tier.close()
+
+
+def value(key: bytes) -> str:
+    return f"pando:1:{tag(SHAPE)}:{key.hex()}"
+
+
+def save(tier, *cards) -> None:
+    for one in cards:
+        tier.save(one, layers(one))
+
+
+# --- keeping -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_machine_saves_another_reads(make):
+    here, there, cards = make(), make(), chain(3)
+    save(here, *cards)
+    assert there.look(keys(cards)) == 3
+    assert there.look([*keys(cards[:2]), card(99).key, cards[2].key]) == 2
+    assert [read(there.open(one.key)) for one in cards] == [data(one) for one in cards]
+    assert there.open(cards[1].key).card == cards[1]
+
+
+def test_short_ends_are_found_by_the_page_before_them(make):
+    tier, page = make(), card()
+    end, other = card(50, 3, page.key), card(60, 5, page.key)
+    save(tier, page, end, other)
+    assert {one.key for one in tier.ends(page.key)} == {end.key, other.key}
+    assert tier.ends(ROOT) == []
+    tier.drop([end.key])
+    assert tier.ends(page.key) == [other]
+    assert tier._patient.scard(tier._behind(page.key)) == 1  # what is gone is taken out
+
+
+def test_pages_with_long_headers_are_read(make):
+    shape = replace(SHAPE, page_size=4096)
+    tier, one = make(shape), card(0, 4096)
+    given = [memoryview(bytes([layer]) * 640) for layer in range(3)]
+    tier.save(one, given)
+    reader = make(shape).open(one.key)
+    assert reader.card == one and read(reader, 640, shape) == [bytes(layer) for layer in given]
+
+
+def test_a_page_is_sent_once(make, monkeypatch):
+    tier, one = make(), card()
+    save(tier, one)
+    monkeypatch.setattr(remote, "pack", lambda header: pytest.fail("it was sent again"))
+    save(tier, one)
+
+
+def test_pages_expire_after_the_time_they_are_given(make):
+    tier, end = make(ttl=7), card(50, 3)
+    save(tier, end)
+    names = tier._patient.keys("pando:*")
+    assert len(names) == 2 and all(0 < tier._patient.ttl(name) <= 7 for name in names)
+    forever = make()
+    save(forever, card())
+    assert forever._patient.ttl(value(card().key)) == -1
+
+
+def test_a_tenant_is_purged_and_the_others_stay(make):
+    tier, mine, theirs = make(), chain(3), chain(2, tenant=bytes(32))
+    save(tier, *mine, *theirs)
+    save(make(replace(SHAPE, codec="int8")), theirs[0])
+    assert tier.purge(bytes(32)) == 3
+    assert tier.look(keys(mine)) == 3 and tier.look(keys(theirs)) == 0
+    assert tier.purge(TENANT) == 3
+    assert tier._patient.dbsize() == 0
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_damage_is_found_and_makes_room_for_a_better_copy(make):
+    tier, one = make(), card()
+    save(tier, one)
+    sound = tier._patient.get(value(one.key))
+    wrong = {
+        "corrupt": [sound[:START] + b"\0" + sound[START + 1 :], b"x" * len(sound), sound[:40] + b"\xff" + sound[41:], sound + b"more"],
+        "short": [sound[:4], sound[:100], sound[:-1]],
+        "version": [sound[:8] + b"\2" + sound[9:]],
+    }
+    for reason, values in wrong.items():
+        for damaged in values:
+            tier._patient.set(value(one.key), damaged)
+            with pytest.raises(Lost) as lost:
+                read(tier.open(one.key))
+            assert lost.value.reason == reason
+            assert tier.look([one.key]) == 0
+    save(tier, one)
+    assert read(tier.open(one.key)) == data(one)
+
+
+def test_another_models_data_is_foreign(make):
+    tier, one = make(), card()
+    other = make(replace(SHAPE, model=bytes(32)))
+    save(other, one)
+    assert tier.look([one.key]) == 0
+    tier._patient.rename(other._value(one.key), value(one.key))
+    with pytest.raises(Lost, match="foreign"):
+        tier.open(one.key)
+
+
+def test_what_goes_away_while_it_is_read_is_absent(make):
+    tier, one = make(), card()
+    save(tier, one)
+    reader, buffer = tier.open(one.key), memoryview(bytearray(LAYER))
+    reader.layer(0, buffer)
+    tier.drop([one.key])
+    with pytest.raises(Lost, match="absent"):
+        reader.layer(1, buffer)
+
+
+def test_a_full_server_is_full_and_still_answers(make, caplog):
+    tier, one = make(), card()
+    save(tier, one)
+    tier._patient.config_set("maxmemory", "1mb")
+    try:
+        for other in chain(remote.FAILURES + 3)[1:]:
+            with pytest.raises(Lost, match="full"):
+                save(tier, other)
+        assert read(tier.open(one.key)) == data(one)
+    finally:
+        tier._patient.config_set("maxmemory", "64mb")
+    assert len(caplog.records) == 1
+
+
+def test_a_value_of_another_kind_is_lost_and_the_others_are_not(make):
+    tier, (one, other) = make(), chain(2)
+    save(tier, other)
+    tier._patient.lpush(value(one.key), "a list")
+    for _ in range(remote.FAILURES + 1):
+        with pytest.raises(Lost, match="unreadable"):
+            tier.open(one.key)
+    assert read(tier.open(other.key)) == data(other)
+
+
+def test_random_schedules_on_a_faulty_remote_are_never_wrong(make):
+    tier = make()
+    assert sum(play(FaultyTier(tier, seed, rate=0.1), seed, 20) for seed in range(40)) > 40
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_server_that_is_gone_is_asked_three_times_and_then_left_alone(tmp_path, caplog):
+    pytest.importorskip("redis")
+    clock = Clock()
+    tier, one = RedisTier(f"unix://{tmp_path}/nobody", SHAPE, clock=clock), card()
+    assert tier.look([one.key]) == 0 and tier.ends(ROOT) == []
+    for _ in range(5):
+        with pytest.raises(Lost, match="unreadable"):
+            tier.open(one.key)
+    with pytest.raises(Lost, match="left alone for a while"):
+        save(tier, one)
+    tier.drop([one.key])
+    assert len(caplog.records) == 1
+    clock.now += remote.PAUSE_S + 1
+    with pytest.raises(Lost, match="does not answer"):
+        tier.open(one.key)
+    with pytest.raises(Lost, match="left alone for a while"):
+        tier.open(one.key)
+    assert len(caplog.records) == 1
+    tier.close()
+
+
+def test_a_server_that_comes_back_is_used_again(make, server, caplog):
+    clock, one = Clock(), card()
+    save(make(), one)
+    tier = RedisTier(server, SHAPE, clock=clock)
+    for _ in range(remote.FAILURES):
+        tier._breaker.failed()
+    assert tier.look([one.key]) == 0
+    clock.now += remote.PAUSE_S + 1
+    assert tier.look([one.key]) == 1 and read(tier.open(one.key)) == data(one)
+    tier.close()
+
+
+def test_a_server_that_never_answers_costs_its_timeout_and_no_more():
+    pytest.importorskip("redis")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = RedisTier(f"redis://:secret@127.0.0.1:{silent.getsockname()[1]}", SHAPE)
+        start = time.perf_counter()
+        assert tier.look([card().key]) == 0
+        assert time.perf_counter() - start < 5 * remote.LOOK_S
+        start = time.perf_counter()
+        for _ in range(20):
+            assert tier.look([card().key]) == 0
+        assert time.perf_counter() - start < 8 * remote.LOOK_S
+        with pytest.raises(Lost) as lost:
+            tier.open(card().key)
+        assert "secret" not in str(lost.value)
+        tier.close()
+
+
+def test_a_server_that_closes_the_connection_is_unreadable():
+    pytest.importorskip("redis")
+    with socket.create_server(("127.0.0.1", 0)) as rude:
+
+        def hang_up() -> None:
+            for _ in range(remote.FAILURES):
+                rude.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        tier = RedisTier(f"redis://127.0.0.1:{rude.getsockname()[1]}", SHAPE)
+        for _ in range(remote.FAILURES):
+            with pytest.raises(Lost, match="unreadable"):
+                tier.open(card().key)
+        tier.close()
+
+
+# --- addresses ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["file://{}", "{}"])
+def test_a_directory_may_be_the_remote(tmp_path, form):
+    place = tmp_path / "with space"
+    url = form.format(str(place).replace(" ", "%20") if "file" in form else place)
+    here, there, one = remote_tier(url, SHAPE), remote_tier(url, SHAPE), card()
+    assert isinstance(here, DiskTier) and isinstance(there, DiskTier) and here.name == "remote"
+    save(here, one)
+    assert there.look([one.key]) == 1 and read(there.open(one.key)) == data(one)
+    assert (place / "v1").is_dir()
+    assert not list((place / "v1").glob("index.sqlite-*"))  # no journal in shared memory, which machines have not
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("url", ["http://example.org", "", "redis://host:port", "file://host/path", "s3://bucket"])
+def test_what_is_no_remote_is_refused(url):
+    pytest.importorskip("redis")
+    with pytest.raises(InvalidOption, match="redis://HOST:6379"):
+        remote_tier(url, SHAPE)
+
+
+def test_a_missing_package_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(InvalidOption, match=r"pip install 'pando-llm\[store\]'"):
+        remote_tier("redis://localhost", SHAPE)
