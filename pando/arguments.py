@@ -63,6 +63,7 @@ def parser() -> Parser:
     run.add_argument("--schema", type=Path, metavar="FILE", help="a schema in PML, with --prompt in place of PROMPT")
     run.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
     run.add_argument("--eager", action="store_true", help="encode all modules of the schema first, and not those that are asked for")
+    run.add_argument("--repair", type=float, metavar="R", help="the share of module tokens to compute again, from 0 to 1 (0)")
     run.add_argument("--stats", action="store_true", help="tell on standard error what was reused and how long it took")
     run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without its chat template")
     run.add_argument("--json", action="store_true", help="print one JSON object with the answer, its tokens and what was cached")
@@ -78,6 +79,8 @@ def parser() -> Parser:
     _add_config(pull)
 
     _add_schema(commands.add_parser("schema", help="look at a schema in PML, or measure it", allow_abbrev=False))
+
+    _add_cache(commands.add_parser("cache", help="look at what is kept on disk, check it, or remove it", allow_abbrev=False))
 
     commands.add_parser(
         "bench",
@@ -104,6 +107,33 @@ def _add_schema(to: argparse.ArgumentParser) -> None:
         _add_config(action)
         _add_engine(action)
     actions.add_parser("quality", help="compare modular answers with exact ones, on prompts of your own", add_help=False)
+
+
+def _add_cache(to: argparse.ArgumentParser) -> None:
+    actions = to.add_subparsers(dest="action", metavar="ACTION", required=True)
+    abouts = {
+        "ls": "List the conversations that are kept, last used first.",
+        "stat": "Tell how much is kept, of which models and tenants.",
+        "verify": "Read everything that is kept and compare it with its checksums; the exit code is 1 where something is bad.",
+        "purge": "Remove what is kept. A server that runs meanwhile computes it again when it is needed.",
+        "pin": "Keep the conversations up to these pages, whatever their age; servers know it from their next start on.",
+        "unpin": "Let them go like any other.",
+    }
+    added = {name: actions.add_parser(name, help=about, description=about, allow_abbrev=False) for name, about in abouts.items()}
+    for action in added.values():
+        action.add_argument("--disk-dir", metavar="DIR", help="the directory (`store` in Pando's cache folder)")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+        _add_config(action)
+    added["ls"].add_argument("--pages", action="store_true", help="list every page instead")
+    added["verify"].add_argument("--remove", action="store_true", help="remove what is bad")
+    for name in ("pin", "unpin"):
+        added[name].add_argument("keys", nargs="+", metavar="KEY", help="the beginning of a key, as `pando cache ls` shows it")
+    purge = added["purge"]
+    purge.add_argument("--tenant", metavar="SALT", help="what was kept under this cache_salt")
+    purge.add_argument("--api-key", metavar="KEY", help="what a server kept for this key, without a cache_salt or under that of --tenant")
+    purge.add_argument("--tag", metavar="TAG", help="what is kept for the tenant that `pando cache ls` shows like this")
+    purge.add_argument("--older-than", metavar="AGE", help="what was not used for so long, such as 7d, and is not pinned")
+    purge.add_argument("--all", action="store_true", help="everything")
 
 
 def _add_model(to: argparse.ArgumentParser) -> None:

@@ -38,15 +38,19 @@ class Speed:
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    dropped_tokens: int = 0
 
     def add(self, event: TokenEvent, now: float) -> None:
         self.first = self.first if self.tokens else now
         self.last = now
         self.tokens += 1
         self.prompt_tokens, self.cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
+        self.dropped_tokens = event.reuse.truncated.dropped if event.reuse.truncated is not None else 0
 
     def __str__(self) -> str:
         parts = [f"{self.prompt_tokens} prompt tokens, {self.cached_tokens} cached", f"{self.first - self.began:.2f} s to first token"]
+        if self.dropped_tokens:
+            parts.insert(1, f"the oldest {self.dropped_tokens} dropped")
         if self.tokens > 1 and self.last > self.first:
             parts.append(f"{(self.tokens - 1) / (self.last - self.first):.0f} tokens/s")
         return " · ".join(parts)
@@ -84,7 +88,7 @@ class Conversation:
 
     def _events(self, asked: dict[str, str]) -> Generator[TokenEvent, None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        yield from self.llm.stream_chat([*system, *self.turns, asked], self.sampling)
+        yield from self.llm.stream_chat([*system, *self.turns, asked], self.sampling, truncation="auto")
 
     def command(self, line: str) -> None:
         word, _, rest = line.partition(" ")

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from . import __version__
@@ -91,6 +92,10 @@ def _dispatch(argv: list[str]) -> int:
         _run(arguments)
     elif arguments.command == "schema":
         _schema(arguments)
+    elif arguments.command == "cache":
+        from .cache_cli import cache
+
+        return cache(arguments, _config(arguments))
     else:
         _chat(arguments)
     return 0
@@ -126,6 +131,18 @@ def _bench(argv: list[str]) -> int:
             from .bench.modules import main as modules
 
             return modules(argv[1:])
+        case ["trace"]:
+            from .bench.trace import main as trace
+
+            return trace(argv[1:])
+        case ["truncation"]:
+            from .bench.truncation import main as truncation
+
+            return truncation(argv[1:])
+        case ["store"]:
+            from .bench.store import main as store
+
+            return store(argv[1:])
     from .bench.foundation import main as foundation
 
     return foundation(argv)
@@ -134,7 +151,8 @@ def _bench(argv: list[str]) -> int:
 def _chat(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     sampling = _sampling(arguments, config)
-    chat(make_llm(config), config.model, sampling, utf8(arguments.system or ""))
+    with closing(make_llm(config)) as llm:
+        chat(llm, config.model, sampling, utf8(arguments.system or ""))
 
 
 def _schema(arguments: argparse.Namespace) -> None:
@@ -149,14 +167,25 @@ def _run(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     sampling = _sampling(arguments, config)
     messages, files = ([], _files(arguments)) if arguments.schema or arguments.prompt_file else (_messages(arguments), None)
-    llm = make_llm(config)
-    prompt = _modular(arguments, llm, *files) if files else messages[-1]["content"] if arguments.raw else None
+    with closing(make_llm(config)) as llm:
+        prompt = _modular(arguments, llm, *files) if files else messages[-1]["content"] if arguments.raw else None
+        _answer(arguments, llm, config.model, sampling, messages, prompt)
+
+
+def _answer(
+    arguments: argparse.Namespace,
+    llm: "LLM",
+    model: str,
+    sampling: SamplingParams,
+    messages: list[dict[str, str]],
+    prompt: "str | Prompt | None",
+) -> None:
     if sampling.n == 1 and not arguments.json:
         _stream(llm.stream(prompt, sampling) if prompt is not None else llm.stream_chat(messages, sampling), arguments.stats)
         return
     [output] = llm.generate([prompt], sampling) if prompt is not None else llm.chat(messages, sampling)
     if arguments.json:
-        print(json.dumps(_as_json(output, config.model), ensure_ascii=False))
+        print(json.dumps(_as_json(output, model), ensure_ascii=False))
         return
     for answer in output.outputs:
         _check(answer.finish_reason)
@@ -167,8 +196,8 @@ def _messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
     prompt = utf8(arguments.prompt if arguments.prompt != "-" else sys.stdin.buffer.read())
     if arguments.raw and arguments.system is not None:
         raise InvalidOption("--system is part of a chat template, and --raw uses none; give one of the two")
-    if arguments.eager:
-        raise InvalidOption("--eager encodes the modules of a --schema, and there is none; leave it out")
+    if arguments.eager or arguments.repair is not None:
+        raise InvalidOption("--eager and --repair are for the modules of a --schema, and there is none; leave them out")
     if not (prompt if arguments.raw else prompt.strip()):
         raise InvalidPrompt("the prompt is empty; give it as an argument, or - and the text on standard input")
     system = [{"role": "system", "content": utf8(arguments.system)}] if arguments.system else []
@@ -190,7 +219,8 @@ def _modular(arguments: argparse.Namespace, llm: "LLM", schema: bytes, prompt: s
     from .engine.schemas import Prompt
 
     start = time.perf_counter()
-    llm.schemas.add(schema, file=str(arguments.schema), directory=arguments.schema.parent, eager=arguments.eager)
+    folder = arguments.schema.parent
+    llm.schemas.add(schema, file=str(arguments.schema), directory=folder, eager=arguments.eager, repair=arguments.repair)
     if arguments.eager and arguments.stats:
         print(f"schema encoded in {time.perf_counter() - start:.2f} s", file=sys.stderr)
     return Prompt(prompt)
@@ -206,7 +236,8 @@ def _stream(events: Iterator[TokenEvent], stats: bool) -> None:
     print()
     if stats:
         modular = f" · modular: {reuse.modules} tokens are approximate" if reuse.modules else ""
-        print(f"{speed}{modular}", file=sys.stderr)
+        repaired = f" · {reuse.repaired} module tokens were repaired" if reuse.repaired else ""
+        print(f"{speed}{modular}{repaired}", file=sys.stderr)
 
 
 def _check(finish_reason: FinishReason | None) -> None:

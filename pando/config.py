@@ -22,6 +22,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "shared", "flat", "reference"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MetricsCompat = Literal["none", "vllm"]
+TruncationChoice = Literal["disabled", "auto"]
+PolicyName = Literal["lookahead", "lru", "fifo"]
+CodecName = Literal["none", "fp8", "int8"]
 
 ENVIRONMENT_PREFIX = "PANDO_"
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
@@ -68,7 +71,26 @@ class EngineConfig:
         "reference takes the slow definition",
     )
     native: bool = _option(True, "use Pando's compiled CPU kernels, which need a C compiler at the first start; otherwise torch's")
+    cuda_graphs: bool = _option(True, "capture short steps on a GPU as graphs, which are asked for at once; answers are the same without")
     cache_salt: str = _option("", "part of every cache key: requests under different salts never share cached context")
+    host_gib: float | None = _option(
+        None, "GiB of host memory that cached context may take beside a GPU; auto: a quarter of what is free, at most 16", 0, 2**20
+    )
+    disk_gib: float | None = _option(
+        None, "GiB of disk for cached context, which outlives the process there; 0: none; auto: a tenth of the free space, or 32", 0, 2**20
+    )
+    disk_dir: str | None = _option(
+        None, "the directory for that; auto: `store` in Pando's cache folder", if_empty="name a directory", word="DIR"
+    )
+    remote: str | None = _option(
+        None,
+        "a further tier that several machines share: redis://host:port/0, or a directory",
+        if_empty="write redis://host:port/0 or a directory, or leave the option out",
+        word="URL",
+    )
+    ttl: int | None = _option(7 * 86400, "seconds after which context that nobody used is let go below the device; 0: never", 0, 2**31 - 1)
+    policy: PolicyName = _option("lookahead", "what leaves a tier first: lookahead goes by the waiting requests, lru and fifo by age")
+    store_codec: CodecName = _option("none", "how context is kept below the device: none as it is; fp8 and int8 take less, and round")
 
     def __post_init__(self) -> None:
         _check_all(self)
@@ -115,6 +137,10 @@ class ServerConfig:
     )
     schema_dir: str | None = _option(None, "a directory whose *.pml are registered like that", if_empty="name a directory", word="DIR")
     eager_schemas: bool = _option(False, "encode these schemas at the start, for every key, and not when they are first used")
+    truncation: TruncationChoice = _option(
+        "disabled",
+        "what becomes of a prompt that does not fit, where no request of its session says: disabled refuses it, auto drops its oldest part",
+    )
     pin_quota: int = _option(25, "percent of the KV cache that pins may hold", 0, 100)
     max_queue: int = _option(256, "requests that wait for a row; further ones are answered 429", 0, 2**20)
     request_timeout: int = _option(600, "seconds after which a request is given up", 1, 7 * 86400)
@@ -236,7 +262,7 @@ def _parse(option: "Field[object]", text: str, source: str) -> object:
             raise InvalidOption(f"{source}: {option.name} is {text!r}; write one of {', '.join(SWITCH)}")
         return SWITCH[text.lower()]
     try:
-        return int(text)
+        return float(text) if float in kinds(option) else int(text)
     except ValueError:
         return text  # the check of its type names what is expected
 
@@ -251,9 +277,9 @@ def _check(option: "Field[object]", value: object) -> None:
     low, high = option.metadata["at_least"], option.metadata["at_most"]
     parts = value if isinstance(value, tuple) else (value,)
     if (
-        type(value) not in kinds(option)
+        type(value) not in (*kinds(option), *((int,) if float in kinds(option) else ()))
         or (isinstance(value, tuple) and set(map(type, value)) - {str})
-        or (isinstance(value, int) and low is not None and not low <= value <= high)
+        or (isinstance(value, int | float) and low is not None and not low <= value <= high)
     ):
         raise InvalidOption(f"{option.name} is {shown}; it must be {_expected(option)}")
     if (words := choices(option)) and value not in words:
@@ -268,6 +294,7 @@ def _expected(option: "Field[object]") -> str:
         return "true or false"
     if tuple in kinds(option):
         return "a list of texts"
-    if int not in kinds(option):
+    if not {int, float} & set(kinds(option)):
         return "text" + or_auto
-    return f"a whole number from {option.metadata['at_least']} to {option.metadata['at_most']}{or_auto}"
+    number = "number" if float in kinds(option) else "whole number"
+    return f"a {number} from {option.metadata['at_least']} to {option.metadata['at_most']}{or_auto}"

@@ -21,6 +21,7 @@ CHATML = (
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its own functions are made then, one way or the other
+os.environ["PANDO_DISK_GIB"] = "0"  # what servers of tests keep must not outlive them; tests of that say where
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 
 

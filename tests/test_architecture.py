@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "errors": set(),
     "kv": {"errors"},
-    "store": {"kv", "errors"},
+    "store": {"kv", "kernels", "errors"},
     "markup": {"kv", "errors"},
     "model": {"kv", "kernels", "errors"},
     "config": {"errors"},
@@ -27,16 +27,18 @@ MAY_IMPORT = {
     "server": {"__init__", "engine", "store", "model", "markup", "kv", "kernels", "config", "errors"},
     "chat": {"engine", "errors"},
     "schema_cli": {"engine", "model", "markup", "kv", "config", "errors"},
+    "cache_cli": {"server", "store", "model", "kv", "config", "errors"},
     "arguments": {"__init__", "config", "errors"},
-    "cli": {"__init__", "arguments", "chat", "schema_cli", "server", "bench", "engine", "model", "config", "errors"},
+    "cli": {"__init__", "arguments", "chat", "schema_cli", "cache_cli", "server", "bench", "engine", "model", "config", "errors"},
     "__init__": {"engine", "errors"},
     "__main__": {"cli"},
 }
 TORCH_FREE = (
     *("kv.segment", "kv.run", "kv.tree", "kv.plan", "kv.pages"),
+    *("store.policy", "store.ledger"),
     *("engine.request", "engine.words", "engine.pins", "engine.imports", "engine.row", "engine.scheduler", "engine.facts"),
     *("markup.binding", "markup.library", "markup.layout", "markup.pml", "markup.schema"),
-    *("config", "arguments", "cli", "chat", "errors"),
+    *("config", "arguments", "cli", "cache_cli", "chat", "errors"),
 )
 BRINGS_TORCH = {"torch", "triton", "transformers", "accelerate"}
 CORE = {"kernels", "kv", "model", "engine"}  # a GPU host without the other dependencies imports these

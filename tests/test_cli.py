@@ -17,7 +17,7 @@ import pytest
 import pando
 from pando import arguments, chat, cli
 from pando.config import EngineConfig, ServerConfig, load
-from pando.engine.request import CompletionOutput, RequestOutput, SamplingParams, TokenEvent
+from pando.engine.request import CompletionOutput, RequestOutput, Reuse, SamplingParams, TokenEvent, Truncated
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
 
 ROOT = Path(pando.__file__).parent.parent
@@ -34,6 +34,8 @@ class FakeLLM:
     limit: int = 10_000  # characters of a prompt
     finish: str = "stop"
     closed: int = 0
+    truncations: list[str] = field(default_factory=list)
+    dropped: tuple = ()  # of every prompt
 
     def stream(self, prompt, sampling_params=None):
         self.asked.append(prompt)
@@ -45,11 +47,14 @@ class FakeLLM:
                 if i == self.interrupt_at:
                     signal.raise_signal(signal.SIGINT)
                 last = i == len(self.words) - 1
-                yield TokenEvent("0", 0, i, word, finish_reason=self.finish if last else None, num_prompt_tokens=42, num_cached_tokens=30)
+                reuse = Reuse(30, truncated=Truncated(self.dropped) if self.dropped else None)
+                end = self.finish if last else None
+                yield TokenEvent("0", 0, i, word, finish_reason=end, num_prompt_tokens=42, num_cached_tokens=30, reuse=reuse)
         finally:
             self.closed += 1
 
-    def stream_chat(self, messages, sampling_params=None):
+    def stream_chat(self, messages, sampling_params=None, *, truncation="disabled"):
+        self.truncations.append(truncation)
         return self.stream([dict(message) for message in messages], sampling_params)
 
     def generate(self, prompts, sampling_params=None):
@@ -60,6 +65,9 @@ class FakeLLM:
 
     def chat(self, messages, sampling_params=None):
         return self.generate([messages], sampling_params)
+
+    def close(self):
+        self.closed = True
 
 
 @pytest.fixture
@@ -244,6 +252,9 @@ class Endless:
         while True:
             yield TokenEvent("0", 0, 0, "word ")
 
+    def close(self):
+        pass
+
 cli.make_llm = lambda config: Endless()
 sys.exit(cli.main(["run", "hi"]))
 """
@@ -315,7 +326,7 @@ def test_the_help_of_serve_explains_every_option_and_its_default(option, capsys,
         cli.main(["serve", "--help"])
     shown = capsys.readouterr().out
     flag = "--" + option.name.replace("_", "-")
-    [text] = re.findall(rf"^  {flag}\b.*\n? *.*$", shown, re.MULTILINE)
+    [text] = re.findall(rf"^  {flag}(?![\w-]).*\n? *.*$", shown, re.MULTILINE)
     default = {"None": "auto", "()": "none", "True": "on", "False": "off", "": "empty"}.get(str(option.default), str(option.default))
     assert option.metadata["doc"] in text
     assert f"({default})" in text
@@ -406,6 +417,14 @@ def said(llm, turn=-1):
     return [(message["role"], message["content"]) for message in llm.asked[turn]]
 
 
+def test_a_conversation_past_the_window_goes_on_and_says_what_was_dropped():
+    llm = FakeLLM()
+    llm.dropped = ((8, 520),)
+    _, _, shown = talk(llm, "hi")
+    assert llm.truncations == ["auto"]
+    assert "42 prompt tokens, 30 cached · the oldest 512 dropped · " in shown
+
+
 def test_a_conversation_is_remembered():
     llm = FakeLLM()
     _, _, shown = talk(llm, "Capital of France?", "And of Italy?")
@@ -466,7 +485,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said():
 
 
 def test_a_second_ctrl_c_leaves_an_answer_that_does_not_stop():
-    def stuck(messages, sampling):
+    def stuck(messages, sampling, truncation):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         yield from ()

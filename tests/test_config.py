@@ -108,7 +108,7 @@ def test_an_option_knows_what_it_takes():
 
 @pytest.mark.parametrize("option", fields(ServerConfig), ids=lambda option: option.name)
 def test_every_option_has_a_variable_and_a_sentence(option):
-    word = {"log_level": "error", "metrics_compat": "vllm", "cors_origins": "*"}.get(
+    word = {"log_level": "error", "metrics_compat": "vllm", "cors_origins": "*", "truncation": "auto"}.get(
         option.name, "on" if kinds(option) == (bool,) else "77"
     )
     _, server = load_server({}, {f"PANDO_{option.name.upper()}": word}, None)

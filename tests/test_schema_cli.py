@@ -1,6 +1,7 @@
 """`pando schema` and `pando run --schema`: files of PML in, tables and carets out."""
 
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_a_prompt_is_shown_as_a_table_of_its_runs(files, model, capsys):
         ["(prompt)", "3", "31-33", "new"],
     ]
     assert last == "34 tokens, 28 from the schema and 6 new; modular: some modules have not seen what stands before them"
+
+
+def test_a_check_needs_no_torch(files, model):
+    run("schema", "check", files / "tour.pml", "--model", model)  # which fetches and converts, once
+    words = ["schema", "check", str(files / "tour.pml"), "--prompt", str(files / "ask.pml"), "--model", model]
+    script = f"import sys; from pando.cli import main\nassert main({words!r}) == 0\nsys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_exact_prompt_says_so(files, model, capsys):
@@ -185,6 +195,15 @@ def test_an_eager_run_encodes_all_modules_first(files, llm, capsys):
     assert encoded.startswith("schema encoded in ") and told.startswith("34 prompt tokens, 28 cached · ")
 
 
+def test_a_run_repairs_what_it_is_told_to(files, llm, capsys):
+    line = ["run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 2, "--stats", "--repair"]
+    assert run(*line, 1) == 0
+    told = capsys.readouterr().err
+    assert "15 module tokens were repaired" in told and "approximate" not in told
+    assert run(*line, 2) == 2
+    assert "repair is 2.0" in capsys.readouterr().err
+
+
 def test_several_answers_and_json_are_given_for_modules_too(files, llm, capsys):
     words = ["run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 3]
     assert run(*words, "--n", 2) == 0
@@ -211,7 +230,8 @@ def test_a_model_may_be_named_beside_the_files(files, llm, monkeypatch, words):
         (["--schema", "S", "--prompt", "P", "--system", "x"], "--raw and --system are for plain prompts"),
         (["--schema", "S", "--prompt", "P", "model", "hello"], "unknown argument 'hello'"),
         (["--schema", "S", "--prompt", "N"], "cannot be read"),
-        (["--eager", "hello"], "--eager encodes the modules of a --schema"),
+        (["--eager", "hello"], "--eager and --repair are for the modules of a --schema"),
+        (["--repair", "0.5", "hello"], "--eager and --repair are for the modules of a --schema"),
     ],
 )
 def test_what_does_not_go_together_is_refused(files, llm, capsys, words, complaint):

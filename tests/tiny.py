@@ -56,11 +56,12 @@ def tiny_model(
     max_positions: int = 512,
     native: bool = False,
     layers: int = 2,
+    scaling: dict[str, float | str] | None = None,
 ) -> Model:
     config = ModelConfig(
         family="llama", vocab_size=VOCAB, hidden_size=32, layers=layers, heads=4, kv_heads=2, head_dim=8, intermediate_size=48,
         max_positions=max_positions, positions=positions, norm="rms", norm_eps=1e-5, activation="silu", gated=True, block="sequential",
-        softmax_scale=8**-0.5, rope=Rope(10000.0, 8) if positions == "rope" else None,
+        softmax_scale=8**-0.5, rope=Rope(10000.0, 8, scaling) if positions == "rope" else None,
     )  # fmt: skip
     make = torch.Generator().manual_seed(seed)
 
@@ -83,7 +84,7 @@ def tiny_model(
 
 
 def tiny_config(**options: object) -> EngineConfig:
-    defaults: dict[str, object] = {"page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    defaults: dict[str, object] = {"page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16, "disk_gib": 0}
     return EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
 
 

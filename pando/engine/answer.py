@@ -21,6 +21,7 @@ class Answer:
         self._stop_ids = tuple(row.params.stop_token_ids or ())
         self._stops = row.params.stops
         self._held = ""
+        self._modules = 0 if row.truncated is not None else row.foreign - row.repaired
 
     def take(self, chosen: Chosen) -> TokenEvent:
         """Appends a token to the row; the event says what became readable and whether the answer ends here."""
@@ -61,7 +62,7 @@ class Answer:
             stop_reason=stop,
             num_cached_tokens=row.cached or 0,
             num_prompt_tokens=len(row.prompt),
-            reuse=Reuse(row.cached or 0, row.miss, row.foreign - row.repaired, row.repaired),
+            reuse=Reuse(row.cached or 0, row.miss, self._modules, row.repaired, row.tiers, row.truncated),
             waited=row.waited,
             prompt_logprobs=row.scored,
         )

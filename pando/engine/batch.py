@@ -6,7 +6,7 @@ When the same rows decode on in the same pages, the lowered plan of the last ste
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -80,6 +80,16 @@ def reads_of(plan: Plan, counts: Sequence[int]) -> Reads:
     return Reads(plan.page_size, plan.pages, plan.page_starts, plan.tokens, plan.first, rows, row_starts, shifts)
 
 
+class Batch(NamedTuple):
+    """One step, on the host."""
+
+    tokens: Numbers
+    positions: Numbers
+    slots: Numbers  # where each token's K and V are written
+    wanted: Numbers  # the tokens whose logits are wanted
+    reads: Reads
+
+
 class Batcher:
     """Makes steps. Counts what it plans, so that a test can tell that it plans no more than it must."""
 
@@ -91,25 +101,36 @@ class Batcher:
         self.cost = cost
         self.plan = plan((), page_size)
         self.plans_made = 0
+        self._now = reads_of(self.plan, ())  # what the step that runs reads
+        self._ready: Reads | None = None  # the reads that are lowered
         self._lowering: Lowered | None = None
         self._reads: list[reference.Read] = []
 
-    def step(self, schedule: Schedule) -> Step:
+    def prepare(self, schedule: Schedule) -> Batch:
+        """The tokens of a step and what they read: the same reads as long as the plan holds."""
         rows, counts = schedule.rows, np.array(schedule.counts)
         computed = np.array([row.computed for row in rows])
         places = ranges(computed, counts)  # among the row's own tokens
-        positions = places + np.repeat([row.at for row in rows], counts)
         news = zip(rows, computed.tolist(), (computed + counts).tolist(), strict=True)
         tokens = np.array([token for row, start, stop in news for token in row.tokens[start:stop]])
-        at = torch.from_numpy(positions)
-        attend = self._plan(schedule, at) if schedule.changed else self._again(at)
-        return Step(
-            tokens=torch.from_numpy(tokens).to(self.device),
-            positions=at.to(self.device),
-            slots=torch.from_numpy(self._slots(rows, computed, counts, places)).to(self.device),
-            wanted=torch.tensor(_wanted(rows, schedule.counts), dtype=torch.int64, device=self.device),
-            attend=attend,
+        if schedule.changed:
+            self.plans_made += 1
+            group = self.geometry.heads // self.geometry.kv_heads
+            self.plan = plan([row.view(self.page_size) for row in rows], self.page_size, group, self.cost)
+            self._now = reads_of(self.plan, schedule.counts)
+        return Batch(
+            tokens=tokens,
+            positions=places + np.repeat([row.at for row in rows], counts),
+            slots=self._slots(rows, computed, counts, places),
+            wanted=np.array(_wanted(rows, schedule.counts), dtype=np.int64),
+            reads=self._now,
         )
+
+    def step(self, batch: Batch) -> Step:
+        """The same, made ready for a device."""
+        at = torch.from_numpy(batch.positions)
+        tokens, slots, wanted = (torch.from_numpy(numbers).to(self.device) for numbers in (batch.tokens, batch.slots, batch.wanted))
+        return Step(tokens=tokens, positions=at.to(self.device), slots=slots, wanted=wanted, attend=self._lowered(batch.reads, at))
 
     def _slots(self, rows: Sequence[Row], computed: Numbers, counts: Numbers, places: Numbers) -> Numbers:
         size = self.page_size
@@ -119,25 +140,20 @@ class Batcher:
         behind = np.cumsum(end - begin) - end  # where among them a row's page 0 would be
         return pages[np.repeat(behind, counts) + places // size] * size + places % size
 
-    def _plan(self, schedule: Schedule, at: Tensor) -> Attend:
-        self.plans_made += 1
-        group = self.geometry.heads // self.geometry.kv_heads
-        self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group, self.cost)
-        reads = reads_of(self.plan, schedule.counts)
-        if self.lower is not None:
+    def _lowered(self, reads: Reads, at: Tensor) -> Attend:
+        if reads is self._ready:
+            if self._lowering is not None:
+                self._lowering.begin(at)
+        elif self.lower is not None:
             self._lowering = self.lower(reads, at, self.geometry)
         else:
             self._reads = [self._put(read) for read in reads.each()]
+        self._ready = reads
         return self._attend(at)
 
     def _put(self, read: reference.Read) -> reference.Read:
         slots, queries, shifts = (numbers.to(self.device) for numbers in (read.slots, read.queries, read.shifts))
         return reference.Read(slots, read.first, queries, shifts)
-
-    def _again(self, at: Tensor) -> Attend:
-        if self._lowering is not None:
-            self._lowering.begin(at)
-        return self._attend(at)
 
     def _attend(self, at: Tensor) -> Attend:
         if self._lowering is not None:

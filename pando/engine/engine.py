@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, one step at a time."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,25 +14,31 @@ from ..config import EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
 from ..kv.pool import PagePool
-from ..kv.run import Run, context_key
+from ..kv.run import Origin, Run, in_place
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..kv.tree import PrefixTree, Stem
 from ..model.load import Model
 from ..model.shelf import Shelf
+from ..store.tier import Lost, tenant_tag
 from .answer import Answer
 from .batch import Batcher, lowering_of
 from .costs import chosen_cost
 from .facts import Shared, Stats, StepFacts
-from .imports import find, in_place, wants
+from .graphs import on_cuda
+from .imports import find, wants
 from .pins import Pin, Pins
 from .repair import Repairer, check_gaps, check_share
 from .repair import key as repair_key
-from .request import Request, Tenant, TokenEvent
+from .request import RecomputeReason, Request, Tenant, TokenEvent
 from .row import Row, Schedule
 from .sampler import Chosen, Sampler, check
 from .scheduler import Scheduler
 from .sizing import context_of, page_count
+from .tiers import open_store
+from .truncation import Cut, Truncations
 
+MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
+TENDED = 0.02  # seconds until what is being saved is looked after again
 PIN_SHARE = 0.25  # of the pool that pins may hold
 MANY_OWNERS = 4096  # from which on they are looked through
 PUBLIC = Tenant(b"public", b"public")  # what belongs to everyone
@@ -47,8 +54,14 @@ class Engine:
         self.pool = PagePool(
             self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=model.device
         )
+        self.store = open_store(model, config, self.pool)
         self.scheduler = Scheduler(
-            self.pages, self.tree, max_rows=config.max_num_seqs, budget=config.max_num_batched_tokens, reuse=config.prefix_caching
+            self.pages,
+            self.tree,
+            max_rows=config.max_num_seqs,
+            budget=config.max_num_batched_tokens,
+            reuse=config.prefix_caching,
+            store=self.store,
         )
         lower = lowering_of(model, config.page_size, use_reference=config.attention == "reference")
         self.batcher = Batcher(
@@ -58,6 +71,11 @@ class Engine:
             lower,
             cost=chosen_cost(model, config.attention, Shelf.of_user().home / "costs"),
         )
+        self.truncations = Truncations(
+            self.tree, self.scheduler.below, self.max_len, self.scheduler.clock, self._cannot_move(config.prefix_caching)
+        )
+        captures = config.cuda_graphs and lower is not None and model.device.type == "cuda"
+        self.graphs = on_cuda(model.decoder, self.pool, model.dtype) if captures else None
         self.repairer = Repairer(model.decoder, self.pool, lower)
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
@@ -67,36 +85,69 @@ class Engine:
         self.steps = 0
         self.facts = self.totals = StepFacts()
         self._shared = Shared()
-        self._token_bytes = self.pool.nbytes // (self.pages.count * self.pages.page_size)
+        self._token_bytes = self.pool.nbytes // self.pool.slots
         self._attention = config.attention
-        self._stepping = False
+        self._stepping, self._began = False, 0.0
         self._cancelled: list[str] = []
         self._eos = tuple(token for token in model.tokenizer.eos if 0 <= token < facts.vocab_size)  # files may name others
         self._seeds = random.Random(config.seed)
+
+    def tend(self) -> float | None:
+        """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""
+        self.expire_pins()
+        self.scheduler.tend()
+        return TENDED if self.store is not None and self.store.busy else None
+
+    def close(self) -> None:
+        """What is on its way to the tiers below the pool arrives there; afterwards there is nothing to do for this engine."""
+        if self.store is not None:
+            self.store.close()
 
     # ---- requests
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
+        if request.truncation is None and not request.drop:
+            self._queue(request)
+            return
+        self._check_tokens(request.prompt)
+        home = self._lineage(request.tenant, request.public)
+        cut = self.truncations.cut(request, home)
+        if cut is None:
+            self._queue(request)
+            return
+        try:
+            self._queue(cut.request(request), cut)
+        except PoolTooSmall:
+            if not cut.layout.runs:
+                raise
+            cut = cut.computed("pool")
+            self._queue(cut.request(request), cut)
+        if request.truncation is not None:
+            self.truncations.remember(request.prompt, cut.layout, home)
+
+    def _queue(self, request: Request, cut: Cut | None = None) -> None:
         params = request.params
         check_share(request.repair)
         before, own, at = self._apart(request)
+        ends = bool(before) and before[-1].end > at
         imported = [token for run in before for token in run.tokens]
+        imported = imported[:-1] if ends else imported
         prompt = [*imported, *own]
         self._check_prompt(prompt, at + len(own))
         check(params, self.model.config.vocab_size)
         last = self._last(own, params.max_tokens, at, self._pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         tenant, lineage = self._tenant(request.tenant), self._lineage(request.tenant, request.public)
-        asked, eos = wants(tenant, before, self.pages.page_size), self._eos
+        asked, eos = wants(tenant, before, self.pages.page_size, plain=lineage, ends=ends), self._eos
         self.owners.update((want.lineage.owner, request.tenant.owner) for want in asked)
         foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
         repair = request.repair if foreign else 0.0
         if before:
-            lineage = Lineage.of(repair_key(tenant, before, repair) if repair else context_key(tenant, in_place(before), at))
+            lineage = Lineage.of(repair_key(tenant, before, at, repair) if repair else Origin(tuple(in_place(before)), at).key(tenant))
             self.owners[lineage.owner] = request.tenant.owner
         if repair:  # the row of a plain prompt, but for where its states come from
-            check_gaps(before, at)
+            check_gaps(before, at + ends)
             asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
             last, at, imported = self._last(prompt, params.max_tokens, 0, self._pages_of(before)), 0, []
         trace = [] if before else self._trace(prompt, request.tenant.owner)
@@ -109,23 +160,26 @@ class Engine:
             row.scored = [] if request.score else None
             row.constraint = request.constraint() if request.constraint is not None else None
             row.trace, row.at, row.wants, row.repair = trace, at, asked, repair
+            if cut is not None:
+                row.truncated, row.miss = cut.told(row.foreign), cut.miss
             self.answers[row] = Answer(row, self.model.tokenizer, eos)
         self.scheduler.add(rows)
 
     def _apart(self, request: Request) -> tuple[list[Run], list[int], int]:
-        """What stands before the tokens that are computed with a request, those, and their position."""
+        """What stands before the tokens that are computed with a request, those, and their position. An answer needs a token that is
+        computed: of a prompt that ends with a module it is the module's last."""
         runs, prompt = [run for run in request.runs if len(run)], list(request.prompt)
         if runs:
             self._check_runs(request, runs)
-        if runs and not prompt:  # an answer needs a token that is computed: the last one is
-            *runs, end = runs
-            prompt = [end.tokens[-1]]
-            runs += [Run(end.tokens[:-1], end.position, end.origin)] if len(end) > 1 else []
-            at = end.end - 1
+        if runs and not prompt and runs[-1].origin is None:
+            *runs, own = runs
+            prompt, at = list(own.tokens), own.position
+        elif runs and not prompt:
+            prompt, at = [runs[-1].tokens[-1]], runs[-1].end - 1
         else:
             at = request.position if request.position is not None else runs[-1].end if runs else 0
-        if len(runs) == 1 and runs[0].is_plain and at == runs[0].end:  # as if it had been asked for as tokens
-            return [], [*runs[0].tokens, *prompt], 0
+        if len(runs) == 1 and runs[0].is_plain and at <= runs[0].end:  # as if it had been asked for as tokens
+            return [], [*runs[0].tokens[:at], *prompt], 0
         return runs, prompt, at
 
     def _check_runs(self, request: Request, runs: Sequence[Run]) -> None:
@@ -133,8 +187,7 @@ class Engine:
             raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
         if request.score:
             raise InvalidPrompt("the logprobs of a prompt made of modules are not its own; ask for them with the text as a plain prompt")
-        geometry = self.model.decoder.geometry
-        if geometry.freqs is None and geometry.slopes is None and any(run.shift for run in runs):
+        if self._has_learned_positions and any(run.shift for run in runs):
             run = next(run for run in runs if run.shift)
             raise InvalidPrompt(
                 f"a module encoded at position {run.position - run.shift} was asked for at {run.position}, but this model's positions are "
@@ -143,11 +196,23 @@ class Engine:
         for one, other in pairwise(runs):
             if other.position < one.end:
                 raise InvalidPrompt(f"a run at position {other.position} begins inside the one before it, which ends at {one.end}")
+        if request.prompt and request.position is not None and request.position < runs[-1].end:
+            raise InvalidPrompt(f"tokens at position {request.position} begin inside the run before them, which ends at {runs[-1].end}")
+
+    @property
+    def _has_learned_positions(self) -> bool:
+        geometry = self.model.decoder.geometry
+        return geometry.freqs is None and geometry.slopes is None
+
+    def _cannot_move(self, prefix_caching: bool) -> RecomputeReason | None:
+        return "off" if not prefix_caching else "positions" if self._has_learned_positions else None
 
     def _tenant(self, tenant: Tenant) -> Key:
         """The root of what a tenant has."""
         key = root_key(self.model.digest, tenant.salt)
         self.owners[key] = tenant.owner
+        if self.store is not None:
+            self.store.tags[key] = tenant_tag(tenant.salt)
         return key
 
     def _lineage(self, tenant: Tenant, public: int) -> Lineage:
@@ -186,10 +251,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         with self._whole_or_not_at_all():
+            self._began = time.perf_counter()
             schedule = self.scheduler.next()
             logits = self._forward(schedule)
             chosen = self._sample(schedule, logits)
             return self._settle(schedule, chosen)
+        return []  # what it was to read did not come; its rows go on without
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
@@ -197,6 +264,8 @@ class Engine:
         self._stepping = True
         try:
             yield
+        except Lost:
+            self.scheduler.unload()
         except BaseException:
             self.scheduler.forget_states()
             self.pins.reset()
@@ -206,13 +275,16 @@ class Engine:
             self._drop_cancelled()
 
     def _forward(self, schedule: Schedule) -> Tensor:
+        self.pool.arrivals = schedule.loads
         for copy in schedule.copies:
             self.pool.copy(copy.source, copy.target, copy.tokens)
         for row in schedule.repairs:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:
             return torch.empty(0, self.model.config.vocab_size)
-        return self.model.decoder.forward(self.batcher.step(schedule), self.pool)
+        batch = self.batcher.prepare(schedule)
+        logits = self.graphs.forward(batch) if self.graphs is not None and not schedule.loads else None
+        return logits if logits is not None else self.model.decoder.forward(self.batcher.step(batch), self.pool)
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> dict[Row, Chosen]:
         """The rows that have caught up get their next token."""
@@ -234,6 +306,8 @@ class Engine:
     def _settle(self, schedule: Schedule, chosen: dict[Row, Chosen]) -> list[TokenEvent]:
         self.steps += 1
         self.facts = self._count(schedule)
+        if self.store is not None and self.facts.tokens >= MEASURED and not schedule.loads:
+            self.store.speeds.computed(self.facts.tokens, time.perf_counter() - self._began)
         self.totals = self.totals.plus(self.facts)
         self.scheduler.settle(schedule)
         events = [self.answers[row].take(token) for row, token in chosen.items()]
@@ -286,6 +360,7 @@ class Engine:
             shared_rows=self.totals.shared_rows,
             read_bytes=self.totals.read_bytes,
             flat_bytes=self.totals.flat_bytes,
+            store=self.store.facts() if self.store is not None else None,
         )
 
     def clear_cache(self) -> None:
@@ -334,7 +409,9 @@ class Engine:
             raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
         for run in runs:
             self._check_prompt(run.tokens, run.end if run.origin is None else run.origin.first + len(run))
-            self._last([], 0, 0, self._pages_of([run]))
+        if self._pages_of(runs) > self.pages.count:  # the later ones have the longer contexts
+            for run in reversed(runs):
+                self._last([], 0, 0, self._pages_of([run]))
         root = self._tenant(tenant)
         asked = [want for run in runs for want in wants(root, [run], self.pages.page_size)]
         self.owners.update((want.lineage.owner, tenant.owner) for want in asked)
@@ -348,7 +425,8 @@ class Engine:
             if id(run) not in found:
                 found[id(run)] = run
                 stack += () if run.origin is None else run.origin.context
-        return sum(self.pages.needed(len(run) + 1) for run in found.values())
+        before = {name: 0 if run.origin is None else len(run.origin.before) for name, run in found.items()}
+        return sum(self.pages.needed(before[name] + len(run) + 1) for name, run in found.items())
 
     def unmade(self, runs: Sequence[Run], tenant: Tenant) -> int:
         """How many of these runs are being made, or will be."""
@@ -368,17 +446,20 @@ class Engine:
 
     # ---- checks
 
-    def _check_prompt(self, prompt: Sequence[int], length: int) -> None:
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         vocab = self.model.config.vocab_size
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab:
             wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab)
             raise InvalidPrompt(f"{wrong!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
+
+    def _check_prompt(self, prompt: Sequence[int], length: int) -> None:
+        self._check_tokens(prompt)
         if length >= self.max_len:
             raise PromptTooLong(
                 f"the prompt has {length} tokens and the context holds {self.max_len}, one of them for the answer; "
-                f"shorten the prompt by {length - self.max_len + 1} tokens"
+                f'shorten the prompt by {length - self.max_len + 1} tokens, or ask for truncation="auto", which drops its oldest part'
             )
 
     def _last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..config import Attention
 from ..kv.plan import Plan
+from ..store.facts import StoreFacts
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Stats:
     shared_rows: int = 0
     read_bytes: int = 0
     flat_bytes: int = 0
+    store: StoreFacts | None = None  # None: there is nothing below the device
 
 
 class StepFacts(NamedTuple):

@@ -5,10 +5,10 @@ context, computes the run's tokens, and leaves them to the tree.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from ..kv.run import Origin, Run, context_digest, context_key
+from ..kv.run import Origin, Run, in_place
 from ..kv.segment import Key, Lineage, Segment, extend_keys
 from ..kv.tree import PrefixTree, Stem
 
@@ -19,14 +19,33 @@ class Want:
 
     run: Run
     lineage: Lineage
-    keys: tuple[Key, ...]  # of its full pages
+    keys: tuple[Key, ...]  # of the full pages of its path
     passing: bool = False  # needed to make another, and by nobody else: it is not kept
     exact: bool = True  # it was encoded behind what stands before it here
+    is_end: bool = False  # nothing follows it: its last token is computed with the row, which must answer it, and not read
+
+    def __len__(self) -> int:
+        """The tokens that are read."""
+        return len(self.run) - self.is_end
+
+    @property
+    def end(self) -> int:
+        return self.run.end - self.is_end
+
+    @property
+    def origin(self) -> Origin:
+        assert self.run.origin is not None
+        return self.run.origin
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The tokens by which it is found: its own, behind those that are not wanted here."""
+        return (*self.origin.before, *self.run.tokens)
 
     @property
     def name(self) -> tuple[Key, bytes]:
         """Equal for equal states."""
-        return self.lineage.root, self.run.digest
+        return self.lineage.root + self.lineage.owner, self.run.digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,40 +61,42 @@ class Import:
         return self.end or self.stem
 
     def path(self) -> tuple[Segment, ...]:
-        return (*self.stem.path(), self.end.segment.head(self.rest)) if self.end is not None else self.stem.path()
+        found = self.stem.path()
+        if self.want.origin.before:
+            found = tuple(segment for segment in found if segment.first >= self.want.origin.first)
+        return (*found, self.end.segment.head(self.rest)) if self.end is not None else found
 
 
-def in_place(runs: Sequence[Run]) -> list[Run]:
-    """Runs, all of them with an origin: what is computed where it stands has everything before it for a context."""
-    found: list[Run] = []
-    for run in runs:
-        origin = run.origin or Origin(tuple(found), run.position)
-        found.append(run if run.origin is not None else Run(run.tokens, run.position, origin))
-    return found
-
-
-def wants(root: Key, runs: Sequence[Run], page_size: int, *, makes: bool = False) -> tuple[Want, ...]:
-    """The runs of a tenant's prompt, or of a context that something is made behind: what is computed in place there is only passing."""
+def wants(
+    root: Key, runs: Sequence[Run], page_size: int, *, plain: Lineage | None = None, makes: bool = False, ends: bool = False
+) -> tuple[Want, ...]:
+    """The runs of a tenant's prompt, or of a context that something is made behind: what is computed in place there is only passing.
+    `plain`: whose the beginning of the prompt is, if not the tenant's alone. `ends`: the prompt ends with the last of them."""
     found, ours, before = [], in_place(runs), sha256()
     exact = True
     for given, run in zip(runs, ours, strict=True):
         assert run.origin is not None
-        lineage, keys = Lineage.of(context_key(root, run.origin.context, run.origin.first)), list[Key]()
-        extend_keys(keys, lineage, run.tokens, page_size)
-        same = run.shift == 0 and context_digest(in_place(run.origin.context)) == before.digest()
+        behind, keys = run.origin.key(root), list[Key]()
+        lineage = plain if plain is not None and behind == root else Lineage.of(behind)
+        extend_keys(keys, lineage, (*run.origin.before, *run.tokens), page_size)
+        same = run.shift == 0 and not run.origin.before and run.origin.placed_digest == before.digest()
         exact = exact and same
         found.append(Want(run, lineage, tuple(keys), makes and given.origin is None, exact or given.origin is None))
         before.update(run.digest)
-    return tuple(found)
+    return (*found[:-1], replace(found[-1], is_end=True)) if ends else tuple(found)
 
 
 def find(tree: PrefixTree, want: Want, now: float) -> Import | None:
     """The states of a run, pinned, if all of them are there."""
-    run = want.run
-    assert run.origin is not None
-    match = tree.match(want.lineage, want.keys, run.tokens, len(run), now, first=run.origin.first)
-    if match.length - run.origin.first < len(run):
+    path, origin = want.path, want.origin
+    match = tree.match(want.lineage, want.keys, path, len(path), now, first=origin.start)
+    if match.length - origin.start < len(path):
+        tree.forget_bare(match.stem)
         return None
+    if want.is_end:
+        match = tree.match(want.lineage, want.keys, path, len(path) - 1, now, first=origin.start)
+    if origin.before:  # so that a stem begins where the run does
+        tree.match(want.lineage, want.keys, path, len(origin.before), now, first=origin.start)
     end = tree.first_page(match.end) if match.end is not None else None
     found = Import(want, match.stem, end, match.tokens)
     tree.pin(found.pinned)

@@ -5,22 +5,24 @@ import os
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config import Attention, Device, DType, EngineConfig
+from ..config import Attention, CodecName, Device, DType, EngineConfig, PolicyName
 from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
 from ..kv.run import Run
 from ..markup.schema import Schema
 from ..model.load import Model, load
 from .engine import Engine
-from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Tenant, TokenEvent
+from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from .schemas import Prompt, Schemas
+from .truncation import of_conversation, wanted_room
 
 AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt  # text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}; PML
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Truncating = Literal["auto", "disabled"] | Truncation  # auto: the oldest part of a prompt that does not fit is dropped
 
 
 class _Given(NamedTuple):
@@ -30,6 +32,8 @@ class _Given(NamedTuple):
     runs: Sequence[Run] = ()
     position: int | None = None
     repair: float = 0.0
+    truncation: Truncation | None = None
+    drop: Sequence[Span] = ()
 
 
 class LLM:
@@ -51,7 +55,15 @@ class LLM:
         threads: int | None = EngineConfig.threads,
         attention: Attention = EngineConfig.attention,
         native: bool = EngineConfig.native,
+        cuda_graphs: bool = EngineConfig.cuda_graphs,
         cache_salt: str = EngineConfig.cache_salt,
+        host_gib: float | None = EngineConfig.host_gib,
+        disk_gib: float | None = 0,  # a library writes nothing to disk unless it is told to
+        disk_dir: str | None = EngineConfig.disk_dir,
+        remote: str | None = EngineConfig.remote,
+        ttl: int | None = EngineConfig.ttl,
+        policy: PolicyName = EngineConfig.policy,
+        store_codec: CodecName = EngineConfig.store_codec,
     ) -> None:
         config = EngineConfig(
             model=model,
@@ -67,7 +79,15 @@ class LLM:
             threads=threads,
             attention=attention,
             native=native,
+            cuda_graphs=cuda_graphs,
             cache_salt=cache_salt,
+            host_gib=host_gib,
+            disk_gib=disk_gib,
+            disk_dir=disk_dir,
+            remote=remote,
+            ttl=ttl,
+            policy=policy,
+            store_codec=store_codec,
         )
         self._start(config, None)
 
@@ -89,25 +109,54 @@ class LLM:
         self.schemas = Schemas(self.engine, encoder=self._make)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
 
+    def close(self) -> None:
+        """Lets what is on its way to disk arrive there. Needed only where a disk or a remote tier is in use."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def generate(
-        self, prompts: AnyPrompt | Sequence[AnyPrompt], sampling_params: Params = None, *, use_tqdm: bool = False
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        truncation: Truncating = "disabled",
+        drop: Sequence[Span] = (),
     ) -> list[RequestOutput]:
-        """Answers every prompt, together. A prompt that cannot be answered is refused before any is begun."""
-        several = _several(prompts)
+        """Answers every prompt, together. A prompt that cannot be answered is refused before any is begun. `drop`: parts of each prompt to
+        leave out."""
+        several, how = _several(prompts), _how(truncation)
         texts = [_text(prompt) for prompt in several]
-        return self._finish([self._encode(prompt) for prompt in several], texts, sampling_params, use_tqdm)
+        given = [self._encode(prompt)._replace(truncation=how, drop=drop) for prompt in several]
+        return self._finish(given, texts, sampling_params, use_tqdm)
 
     def chat(
-        self, messages: Messages | Sequence[Messages], sampling_params: Params = None, *, use_tqdm: bool = False
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        truncation: Truncating = "disabled",
     ) -> list[RequestOutput]:
         """Answers one conversation, or several together."""
-        several = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        texts = [self.tokenizer.chat(conversation) for conversation in several]  # type: ignore[arg-type]
-        return self._finish([_Given(self.tokenizer.encode(text)) for text in texts], texts, sampling_params, use_tqdm)
+        several: Sequence[Messages] = [messages] if not messages or isinstance(messages[0], Mapping) else messages  # type: ignore
+        params = _each(sampling_params, len(several))
+        texts = [self.tokenizer.chat(conversation) for conversation in several]
+        each = zip(several, texts, params, strict=True)
+        given = [self._conversation(conversation, text, one, truncation) for conversation, text, one in each]
+        return self._finish(given, texts, params, use_tqdm)
 
-    def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+    def stream(
+        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, truncation: Truncating = "disabled"
+    ) -> Iterator[TokenEvent]:
         """The tokens of one prompt as they come. Closing the iterator cancels the request."""
-        return self._stream(self._request(self._encode(prompt), sampling_params or SamplingParams()))
+        given = self._encode(prompt)._replace(truncation=_how(truncation))
+        return self._stream(self._request(given, sampling_params or SamplingParams()))
 
     def _make(self, schema: Schema) -> None:
         """Encodes what is not cached of a schema, as many modules at a time as fit into a step."""
@@ -120,8 +169,17 @@ class LLM:
                 progress.advance(True)
         progress.close()
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
-        return self.stream(self.tokenizer.chat(messages), sampling_params)
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, *, truncation: Truncating = "disabled"
+    ) -> Iterator[TokenEvent]:
+        params = sampling_params or SamplingParams()
+        return self._stream(self._request(self._conversation(messages, self.tokenizer.chat(messages), params, truncation), params))
+
+    def _conversation(self, messages: Messages, text: str, params: SamplingParams, truncation: Truncating) -> _Given:
+        tokens, how, window = self.tokenizer.encode(text), _how(truncation), self.engine.max_len
+        if truncation == "auto" and len(tokens) + wanted_room(params.max_tokens, window) > window:
+            how = of_conversation(lambda others: self.tokenizer.encode(self.tokenizer.chat(others)), messages, tokens)
+        return _Given(tokens, truncation=how)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """The logprob of each token after the first, given those before it."""
@@ -187,13 +245,22 @@ class LLM:
 
     def _request(self, given: _Given, params: SamplingParams, score: bool = False) -> Request:
         return Request(
-            next(self._ids), given.tokens, params, self._tenant, score=score, runs=given.runs, position=given.position, repair=given.repair
+            next(self._ids),
+            given.tokens,
+            params,
+            self._tenant,
+            score=score,
+            runs=given.runs,
+            position=given.position,
+            repair=given.repair,
+            truncation=given.truncation,
+            drop=given.drop,
         )
 
     def _encode(self, prompt: AnyPrompt) -> _Given:
         given: object = prompt
         if isinstance(prompt, Prompt):
-            return _Given(*self.schemas.parts(prompt.pml), prompt.repair)
+            return _Given(*self.schemas.parts(prompt))
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
             if given is None:
@@ -229,6 +296,14 @@ class _Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _how(truncation: Truncating) -> Truncation | None:
+    if isinstance(truncation, Truncation):
+        return truncation
+    if truncation not in ("auto", "disabled"):
+        raise InvalidOption(f"truncation is {truncation!r}; it must be auto, disabled, or a Truncation")
+    return Truncation() if truncation == "auto" else None
 
 
 def _several(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:

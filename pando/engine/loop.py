@@ -100,6 +100,7 @@ class EngineLoop:
         finally:
             self._ended = True
             self._drop_posted()
+            self._engine.close()
             if not self._stopping:  # an error that is ours ended it: whoever waits must not wait for ever
                 self._give_up_all()
 
@@ -111,8 +112,7 @@ class EngineLoop:
             self._step()
         elif not self._posted and not self._stopping:
             self.stats = self._engine.stats()
-            self._wake.wait(IDLE)
-            self._engine.expire_pins()
+            self._wake.wait(self._engine.tend() or IDLE)
 
     def _step(self) -> None:
         start = time.perf_counter()

@@ -25,8 +25,7 @@ from ..kv.segment import Key
 from ..model.decoder import Attend, Decoder, Step
 from .batch import Lower
 from .imports import Import
-
-EARLY = 5  # one in so many layers, the first ones, is computed for every token; the states of the next tell whom to repair
+from .row import EARLY
 
 WINDOW = 128  # tokens
 
@@ -49,9 +48,9 @@ def check_gaps(runs: Sequence[Run], end: int) -> None:
         before = stop
 
 
-def key(root: Key, runs: Sequence[Run], share: float) -> Key:
-    """The root of a repaired prompt: no other prompt finds what is approximate."""
-    return hashlib.sha256(b"repair" + root + context_digest(runs) + struct.pack("<d", share)).digest()
+def key(root: Key, runs: Sequence[Run], end: int, share: float) -> Key:
+    """The root of a prompt that is repaired up to a position: no other prompt finds what is approximate."""
+    return hashlib.sha256(b"repair" + root + context_digest(runs) + struct.pack("<qd", end, share)).digest()
 
 
 class Repairer:
@@ -69,7 +68,7 @@ class Repairer:
 
     def _copy(self, part: Import, slots: Tensor) -> None:
         run, geometry = part.want.run, self._decoder.geometry
-        target = slots[run.position : run.end]
+        target = slots[run.position : part.want.end]
         source = torch.cat([self._slots(segment.pages)[: len(segment)] for segment in part.path()])
         turn = None
         if geometry.freqs is not None and run.shift:
@@ -102,8 +101,8 @@ class Repairer:
         assert isinstance(deviation, Tensor)
         new, foreign = torch.ones_like(slots, dtype=torch.bool), torch.zeros_like(slots, dtype=torch.bool)
         for part in parts:
-            new[part.want.run.position : part.want.run.end] = False
-            foreign[part.want.run.position : part.want.run.end] = not part.want.exact
+            new[part.want.run.position : part.want.end] = False
+            foreign[part.want.run.position : part.want.end] = not part.want.exact
         deviation = deviation.masked_fill(~foreign, -math.inf)
         new[torch.sort(deviation, descending=True, stable=True).indices[:count]] = True
         return new.nonzero()[:, 0]

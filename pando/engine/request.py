@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..errors import InvalidSampling
+from ..errors import InvalidOption, InvalidSampling
 from ..kv.run import Run
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+Span = tuple[int, int]  # first and end
 FinishReason = Literal["stop", "length", "error"]  # error: the model answered no number that a token could be chosen by
 
 MAX_N = 128
@@ -129,6 +130,22 @@ class Tenant:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """What may be dropped of a prompt that does not fit: the oldest part behind its first tokens, and enough for the next turns to fit."""
+
+    keep: int = 0  # so many of the first tokens stay, and a few in any case
+    recent: int = 0  # so many of the last ones stay as long as that leaves room for an answer
+    share: float = 0.5  # of the window that is full afterwards
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep", self.keep), ("recent", self.recent)):
+            if type(value) is not int or value < 0:
+                raise InvalidOption(f"{name} of a truncation is {value!r}; it is a number of tokens, from 0 on")
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise InvalidOption(f"share of a truncation is {self.share!r}; it is a part of the window, above 0 and at most 1")
+
+
+@dataclass(frozen=True)
 class Request:
     request_id: str
     prompt: Sequence[int]  # tokens
@@ -140,9 +157,11 @@ class Request:
     runs: Sequence[Run] = ()  # what stands before the prompt's tokens, in order
     position: int | None = None  # of the prompt's first token; behind the last run, if nothing is said
     repair: float = 0.0  # the share of tokens encoded elsewhere that are computed again, behind what stands before them here
+    truncation: Truncation | None = None  # None: a prompt that does not fit is refused
+    drop: Sequence[Span] = ()  # parts of the prompt to leave out: first token and end, ascending
 
 
-MissReason = Literal["cold", "diverged", "evicted", "other_tenant", "too_short", "off"]
+MissReason = Literal["cold", "diverged", "evicted", "lost", "other_tenant", "too_short", "off"]
 
 
 @dataclass(frozen=True)
@@ -150,12 +169,40 @@ class Miss:
     """Why reuse ended where it did.
 
     cold: nothing of this was seen before. diverged: what is known goes on differently from this token on. evicted: it was known, and its
-    pages were needed. other_tenant: the same owner has it under another salt. too_short: a prompt of one token, which is always computed.
-    off: reuse was ruled out, by the configuration or because every prompt token's logprob was wanted.
+    pages were needed. lost: it was kept in a tier below the pool, and could not be read back. other_tenant: the same owner has it under
+    another salt. too_short: a prompt of one token, which is always computed. off: reuse was ruled out, by the configuration or because
+    every prompt token's logprob was wanted.
     """
 
     reason: MissReason
     token: int  # the first that had to be computed
+
+
+RecomputeReason = Literal["cold", "evicted", "positions", "off", "pool"]
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """What was dropped of a prompt, and what became of the rest.
+
+    Where its states are reused at other positions the answer is an approximation: they know what was dropped. Where they are computed
+    anew it is exact for what is left. Why they are: cold: they are not cached. evicted: they were. positions: those of this model are
+    learned, and cannot move. off: prefix caching is off. pool: there is not room for them beside what was dropped.
+    """
+
+    ranges: tuple[Span, ...] = ()  # of the whole prompt
+    moved: int = 0  # tokens whose states are reused at other positions
+    recomputed: RecomputeReason | None = None  # None: they were reused, or it was an earlier turn that computed them
+
+    @property
+    def dropped(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def whole(self, token: int) -> int:
+        """Where a token of what is left stands in the whole prompt."""
+        for start, stop in self.ranges:
+            token += stop - start if token >= start else 0
+        return token
 
 
 @dataclass(frozen=True)
@@ -166,6 +213,8 @@ class Reuse:
     miss: Miss | None = None
     modules: int = 0  # of the prompt's tokens, so many had been encoded in another context: the answer is an approximation
     repaired: int = 0  # so many more had been, and were computed again
+    tiers: Mapping[str, int] = field(default_factory=dict)  # of the tokens, so many came from each tier below the device
+    truncated: Truncated | None = None
 
 
 @dataclass(frozen=True)

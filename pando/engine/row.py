@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from ..kv.plan import RowView
 from ..kv.segment import Key, Lineage, Placement
 from ..kv.tree import Stem
+from ..store.keeper import Loading
 from .imports import Import, Want
-from .request import Constraint, Miss, SamplingParams
+from .request import Constraint, Miss, SamplingParams, Truncated
+
+EARLY = 5  # a repair computes one in so many layers, the first ones, for every token
 
 
 @dataclass(eq=False, slots=True)
@@ -43,8 +46,13 @@ class Row:
     imported: int = 0  # tokens of the prompt that stand before them
     wants: Sequence[Want] = ()  # where those are
     imports: tuple[Import, ...] = ()  # the same, found; pinned
+    awaits: tuple[Key, bytes] | None = None  # the name of the last of it that was missing
     found: int | None = None  # tokens of it that were there when it was first looked for
     makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
+    truncated: Truncated | None = None  # what is left out of it
+    load: Loading | None = None  # pages of it that are on their way into the pool
+    loaded: int = 0  # tokens in them
+    tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
     repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
     _view: RowView | None = field(default=None, init=False, repr=False)
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
@@ -73,7 +81,7 @@ class Row:
     @property
     def foreign(self) -> int:
         """Tokens that were encoded behind something else than what stands before them here."""
-        return sum(len(want.run) for want in self.wants if not want.exact)
+        return sum(len(want) for want in self.wants if not want.exact)
 
     @property
     def repaired(self) -> int:
@@ -83,7 +91,13 @@ class Row:
     @property
     def repaired_end(self) -> int:
         """So many of its first tokens have their states from a repair: up to the end of the last module."""
-        return self.wants[-1].run.end if self.repair else 0
+        return self.wants[-1].end if self.repair else 0
+
+    @property
+    def repair_cost(self) -> int:
+        """What its repair takes, in tokens that could be computed instead."""
+        again = self.repaired + self.repaired_end - sum(map(len, self.wants)) if self.repair else 0
+        return -(-(self.repaired_end + (EARLY - 1) * again) // EARLY)
 
 
 @dataclass(frozen=True)
@@ -101,4 +115,5 @@ class Schedule:
     counts: list[int]  # tokens each computes
     copies: list[Copy]  # before anything is computed, in this order
     changed: bool  # rows or pages differ from the step before, or rows compute more than their next token
+    loads: Sequence[Loading] = ()  # what rows read that is still on its way
     repairs: Sequence[Row] = ()  # rows whose first tokens are repaired before the others are computed

@@ -16,6 +16,8 @@ from ..kv.pages import Pages
 from ..kv.run import Run
 from ..kv.segment import Key, extend_keys, shared_length
 from ..kv.tree import Match, PrefixTree
+from ..store.keeper import Keeper
+from .below import Below
 from .imports import Want, find, wants
 from .request import Miss, SamplingParams
 from .row import Copy, Row, Schedule
@@ -34,6 +36,7 @@ class Scheduler:
         budget: int,
         reuse: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        store: Keeper | None = None,
     ) -> None:
         self.pages = pages
         self.tree = tree
@@ -43,12 +46,14 @@ class Scheduler:
         self.clock = clock
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # in the order of arrival
+        self.loading: list[Row] = []  # rows whose context is on its way, while others run
         self.preemptions = 0
         self._now = 0.0
         self._arrivals = 0
         self._changed = True
         self._shape: list[tuple[int, int]] = []
         self._traced: dict[Key, Key] = {}
+        self.below = Below(store, tree) if store is not None else None
         self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
 
     # ---- requests come and go
@@ -58,24 +63,36 @@ class Scheduler:
             self._arrivals += 1
             row.arrival, row.arrived = self._arrivals, self.clock()
             self.waiting.append(row)
+            if self.below is not None:
+                self._extend_keys(row)
+                self.below.store.join(row.arrival, [key for keys in (*(want.keys for want in row.wants), row.keys) for key in keys])
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
         if row.makes is not None:
             self._making.pop(row.makes.name, None)
-        if row in self.running:
-            self.running.remove(row)
+        if row in self.running or row in self.loading:
+            (self.running if row in self.running else self.loading).remove(row)
             self._release(row)
         elif row in self.waiting:
             self.waiting.remove(row)
             self._let_go(row)
+        if self.below is not None:
+            self.below.store.leave(row.arrival)
 
     def forget_states(self) -> None:
         """After a step that did not finish: every row begins again from its tokens, and nothing that was cached is trusted."""
-        self.waiting.extendleft(reversed(self.running))
+        if self.below is not None:
+            self.below.store.go()  # what was not begun would never end
+        self.waiting.extendleft(reversed([*self.running, *self.loading]))
         for row in self.waiting:
+            if row.load is not None:
+                row.load.abandon()
+                row.load = None
             row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
-        self.running = []
+        self.running, self.loading = [], []
+        if self.below is not None:
+            self.below.store.forget_pool()
         self.pages.reset()
         self.tree.reset()
         self._changed = True
@@ -87,6 +104,7 @@ class Scheduler:
         copies: list[Copy] = []
         counts: dict[Row, int] = {}
         budget, pressed = self.budget, False
+        self._take_arrived()
         for row in sorted(self.running, key=lambda row: row.behind > 1):
             count = min(row.behind, budget)
             if count and row in self.running:
@@ -97,9 +115,32 @@ class Scheduler:
         counts = {row: count for row, count in counts.items() if row in self.running}
         if not pressed:
             self._admit(budget, counts, copies)
+        if self.below is not None:
+            self.below.store.go()
         rows = [row for row in self.running if row in counts]
         changed = self._changed or _shape(rows, [counts[row] for row in rows]) != self._shape or any(count > 1 for count in counts.values())
-        return Schedule(rows, [counts[row] for row in rows], copies, changed, [row for row in rows if row.repair and row.imports])
+        loads = [row.load for row in rows if row.load is not None]
+        return Schedule(rows, [counts[row] for row in rows], copies, changed, loads, [row for row in rows if row.repair and row.imports])
+
+    def _take_arrived(self) -> None:
+        """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
+        alone = not self.running
+        for row in [row for row in self.loading if alone or row.load is None or row.load.done]:
+            self.loading.remove(row)
+            if row.load is not None and row.load.done:
+                self._end_load(row)
+            self._run(row)
+
+    def _end_load(self, row: Row) -> None:
+        assert self.below is not None
+        self.below.end(row)
+
+    def unload(self) -> None:
+        """A step found that some of what it was to read did not come. Nothing of it counts, and its rows compute what is missing."""
+        for row in self.running:
+            if row.load is not None and (row.load.done or row.load.lost):
+                self._end_load(row)
+        self._changed = True
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
@@ -107,26 +148,41 @@ class Scheduler:
         for row in schedule.repairs:  # they have a copy now
             self._let_go(row)
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
+            if row.load is not None:
+                self._end_load(row)
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
                 self._hand_over(row)
         for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
+            self._pass_on(row)
             self.remove(row)
+        self.tend()
+
+    def tend(self) -> None:
+        """Takes in what was moved between the tiers in the meantime."""
+        if self.below is not None:
+            self.below.pump()
 
     def _admit(self, budget: int, counts: dict[Row, int], copies: list[Copy]) -> None:
         skipped: list[Row] = []
-        while budget and self.waiting and len(self.running) < self.max_rows and len(skipped) < self.max_rows:
+        while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and len(skipped) < self.max_rows:
             row = self.waiting.popleft()
             makers = self._gather(row)
             if makers is not None or self._is_held(row):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
                 continue
+            if row.repair_cost > budget and any(count > 1 for count in counts.values()):
+                self.waiting.appendleft(row)  # a repair is not done in parts: it has a step to itself, but for rows that decode
+                break
             if not self._place(row, copies) and not (self._give_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
                 break
-            counts[row] = min(row.behind, budget)
-            budget -= counts[row]
+            if row in self.running:
+                if row.repair and row.imports:
+                    budget = max(1, budget - row.repair_cost)
+                counts[row] = min(row.behind, budget)
+                budget -= counts[row]
         self.waiting.extendleft(reversed(skipped))
 
     def _gather(self, row: Row) -> list[Row] | None:
@@ -134,14 +190,17 @@ class Scheduler:
         at it."""
         if len(row.imports) == len(row.wants):
             return None
+        if row.awaits is not None and (maker := self._making.get(row.awaits)) is not None:
+            return [] if self.running else self._forward(maker)  # of a thousand that wait for one another, only one needs to look
         found = [find(self.tree, want, self._now) for want in row.wants]
         for old in row.imports:
             self.tree.unpin(old.pinned)
         row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
         missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
         if row.found is None:
-            row.found = sum(len(each.want.run) for each in row.imports)
-            row.miss = self._missing(row, missing[0]) if missing else None
+            row.found = sum(len(each.want) for each in row.imports)
+            row.miss = self._missing(row, missing[0]) if missing else row.miss
+        row.awaits = missing[-1].name if missing else None
         return self._makers(row, missing) if missing else None
 
     def _makers(self, row: Row, missing: Sequence[Want]) -> list[Row]:
@@ -151,14 +210,33 @@ class Scheduler:
             maker = self._making.get(want.name)
             if maker is None:
                 found.append(self._maker(row.tenant, want, row.arrival))
-            elif maker in self.waiting:
-                self.waiting.remove(maker)
-                found.append(maker)
+            else:
+                found += self._forward(maker)
         return found
+
+    def _forward(self, maker: Row) -> list[Row]:
+        if maker not in self.waiting:
+            return []
+        self.waiting.remove(maker)
+        return [maker]
+
+    def _pass_on(self, maker: Row) -> None:
+        """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
+        assert maker.makes is not None
+        found = (maker.cached or 0) - len(maker.makes.origin.before)
+        for row in self.waiting if found > 0 else ():
+            mine = [want for want in row.wants if want.name == maker.makes.name] if row.found is not None and row.cached is None else []
+            for want in mine:
+                row.found, left = (row.found or 0) + found, found
+                for tier, count in maker.tiers.items():
+                    row.tiers[tier] = row.tiers.get(tier, 0) + min(left, count)
+                    left -= min(left, count)
+                if row.miss == self._missing(row, want) and found >= len(want) - 1:
+                    row.miss = None
 
     def _missing(self, row: Row, lost: Want) -> Miss:
         before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
-        return Miss("evicted" if lost.keys and self.tree.was_evicted(lost.keys[0]) else "cold", before)
+        return Miss("evicted" if any(map(self.tree.was_evicted, lost.keys)) else "cold", before)
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
@@ -188,10 +266,10 @@ class Scheduler:
         return sum(want.name in self._making for run in runs for want in wants(tenant, [run], self.pages.page_size))
 
     def _maker(self, tenant: Key, want: Want, arrival: int) -> Row:
-        origin = want.run.origin
-        assert origin is not None
-        maker = Row("", -1, want.run.tokens, SamplingParams(), 0, want.lineage, len(want.run), tenant, makes=want, arrival=arrival)
-        maker.at, maker.wants, maker.found = origin.first, wants(tenant, origin.context, self.pages.page_size, makes=True), 0
+        origin, path = want.origin, want.path
+        maker = Row("", -1, path, SamplingParams(), 0, want.lineage, len(path), tenant, makes=want, arrival=arrival)
+        maker.at, maker.wants, maker.found = origin.start, wants(tenant, origin.context, self.pages.page_size, makes=True), 0
+        maker.awaits = maker.wants[-1].name if maker.wants else None
         self._making[want.name] = maker
         return maker
 
@@ -215,12 +293,15 @@ class Scheduler:
         row.imports = ()
 
     def _is_held(self, row: Row) -> bool:
-        """Is a running row computing the beginning of this one? Then it is worth waiting for: the same states are not computed twice."""
+        """Is another row computing or loading the beginning of this one? Then that is worth waiting for: the same states are not computed
+        twice."""
         if not self.reuse or row.scored is not None:
             return False
         self._extend_keys(row)
-        others = (other for other in self.running if other.behind > 1 and other.lineage == row.lineage and other.scored is None)
-        return any(max(other.computed + 1, WORTH_WAITING) <= self._common(row, other) for other in others)
+        busy = [other for other in (*self.running, *self.loading) if other.behind > 1 or other.load is not None]
+        others = (other for other in busy if other.lineage == row.lineage and other.scored is None)
+        there = ((other, other.computed if other.load is None else other.settled) for other in others)
+        return any(max(tokens + 1, WORTH_WAITING) <= self._common(row, other) for other, tokens in there)
 
     def _common(self, row: Row, other: Row) -> int:
         """How many of a row's first tokens another has too, less the last, which must be computed to be answered."""
@@ -250,7 +331,9 @@ class Scheduler:
         row.settled = row.computed = shared
         self._grow(row, len(row.tokens) + 1)
         tokens, source = max((match.tokens, match.page or 0), self._ahead(row, limit))
-        if tokens:
+        if self.below is not None and limit and not row.repair and (kept := self.below.load(row, limit, more_than=tokens)):
+            row.computed += kept
+        elif tokens:
             copies.append(Copy(source, row.pages[row.settled // self.pages.page_size], tokens))
             row.computed += tokens
         if row.repair:
@@ -260,10 +343,18 @@ class Scheduler:
             row.miss = row.miss or self._miss(row, match, limit)
             row.waited = self._now - row.arrived
             self._remember(row)
+        if self.below is not None:
+            self.below.store.leave(row.arrival)
+        if row.load is not None and any(other.load is None for other in self.running):
+            self.loading.append(row)
+        else:
+            self._run(row)
+        return True
+
+    def _run(self, row: Row) -> None:
         self.running.append(row)
         self.running.sort(key=lambda row: row.arrival)
         self._changed = True
-        return True
 
     def _place_repaired(self, row: Row) -> None:
         """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
@@ -280,7 +371,7 @@ class Scheduler:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
         own, best = row.tokens[row.settled : limit], (0, 0)
         for other in self.running:
-            if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled:
+            if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled and other.load is None:
                 same = shared_length(own, other.tokens[other.settled : other.computed])
                 best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
         return best
@@ -288,17 +379,18 @@ class Scheduler:
     def _miss(self, row: Row, match: Match, limit: int) -> Miss | None:
         """Why the rest of a prompt must be computed; None where it is new, and all that is known of it was found."""
         found, page = row.computed, (match.stem.end - row.at) // self.pages.page_size
+        token = row.imported + found
         if not limit:
-            return Miss("too_short" if self.reuse and row.scored is None else "off", 0)
+            return None if row.wants else Miss("too_short" if self.reuse and row.scored is None else "off", 0)
         if found >= limit:
             return None
         if page < len(row.keys) and self.tree.was_evicted(row.keys[page]):
-            return Miss("evicted", found)
+            return Miss("evicted", token)
         if page < len(row.trace) and self._traced.get(row.trace[page], row.lineage.owner) != row.lineage.owner:
-            return Miss("other_tenant", found)
+            return Miss("other_tenant", token)
         if found == 0:
             return None if row.wants else Miss("cold", 0)
-        return Miss("diverged", found) if match.diverges and found == match.length - row.at else None
+        return Miss("diverged", token) if match.diverges and found == match.length - row.at else None
 
     def _remember(self, row: Row) -> None:
         for key in row.trace:
@@ -334,6 +426,8 @@ class Scheduler:
         short = count - self.pages.free
         if short + spare <= 0:
             return True
+        if self.tree.evictable() < short + spare and self.below is not None:
+            self.below.make_room()
         if self.tree.evictable() < short + spare:
             return False
         if short <= 0:
@@ -350,6 +444,8 @@ class Scheduler:
     def _release(self, row: Row) -> None:
         """The one place where a row lets go: full pages and the end go to the tree, the rest is free."""
         assert row.stem is not None
+        if row.load is not None and self.below is not None:
+            self.below.stop(row)
         if self.reuse:
             self._hand_over(row)
         size = self.pages.page_size
@@ -358,8 +454,10 @@ class Scheduler:
             self.pages.unclaim(row.pages[-1])
         own = row.pages[keep:]
         if self.reuse and end:
-            tail = row.tokens[row.settled : row.computed]
-            self.pages.give(self.tree.insert_end(row.stem, tail, own.pop(0), row.lineage.owner, self._now))
+            tail, page = row.tokens[row.settled : row.computed], own.pop(0)
+            self.pages.give(self.tree.insert_end(row.stem, tail, page, row.lineage.owner, self._now))
+            if self.below is not None:
+                self.below.keep_end(row, tail, page)
         self.pages.give(own)
         self.tree.unpin(row.stem)
         self._let_go(row)
@@ -392,6 +490,8 @@ class Scheduler:
             self.tree.pin(done.stem)
             self.tree.unpin(row.stem)
             row.stem = done.stem
+        if self.below is not None:
+            self.below.keep(row, start, stop)
 
     def _extend_keys(self, row: Row) -> None:
         extend_keys(row.keys, row.lineage, row.tokens, self.pages.page_size)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from ..errors import InvalidPrompt
 from ..kv.run import Run
@@ -14,6 +15,7 @@ from ..markup.outline import Encode
 from ..markup.pml import DEFAULT_LIMITS, Element, Limits
 from ..markup.schema import Schema
 from .engine import Engine
+from .repair import check_share
 from .request import Tenant
 from .words import Words
 
@@ -21,10 +23,10 @@ from .words import Words
 @dataclass(frozen=True)
 class Prompt:
     """A prompt in PML, made from a schema that was added before. `repair`: the share of its module tokens that are computed again, where
-    they mind most that they were encoded without their neighbours."""
+    they mind most that they were encoded without their neighbours; None: as the schema says."""
 
     pml: str
-    repair: float = 0.0
+    repair: float | None = None
 
 
 State = Literal["cached", "partly cached", "not encoded", "computed with each prompt"]
@@ -61,12 +63,25 @@ class Schemas:
         movable = geometry.freqs is not None or geometry.slopes is not None
         self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len, limits=limits)
         self._uses: dict[str, _Uses] = {}
+        self._repairs = WeakKeyDictionary[Schema, float]()  # where one was given
         self._lock = threading.Lock()
 
-    def add(self, pml: str | bytes | Element, *, file: str = "schema", directory: str | Path | None = None, eager: bool = False) -> Schema:
+    def add(
+        self,
+        pml: str | bytes | Element,
+        *,
+        file: str = "schema",
+        directory: str | Path | None = None,
+        eager: bool = False,
+        repair: float | None = None,
+    ) -> Schema:
         """Registers a schema; one that is here already, with the same content, is the one that is here. `directory`: `src` names files
-        below it, and none where it is None. `eager`: its modules are encoded now, and not when a prompt first asks for them."""
+        below it, and none where it is None. `eager`: its modules are encoded now, and not when a prompt first asks for them. `repair`: of
+        prompts that do not say; without it, a schema that is here keeps the one it has, and a new one has 0."""
+        share = None if repair is None else check_share(repair)
         schema = self.library.add(pml, file=file, directory=None if directory is None else Path(directory))
+        if share is not None:
+            self._repairs[schema] = share
         if eager and self._encoder is not None:
             self._encoder(schema)
         return schema
@@ -95,11 +110,16 @@ class Schemas:
                 uses.modules[path] = uses.modules.get(path, 0) + 1
         return schema, bound
 
-    def parts(self, pml: str | bytes) -> tuple[tuple[int, ...], tuple[Run, ...], int | None]:
-        """A prompt as a request takes it: the new words at its end, what stands before them, and their position."""
-        _, bound = self.bind(pml)
+    def parts(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[Run, ...], int | None, float]:
+        """A prompt as a request takes it: the new words at its end, what stands before them, their position, and its repair."""
+        schema, bound = self.bind(prompt.pml)
+        repair = self.repair(schema) if prompt.repair is None else prompt.repair
         *before, last = bound.runs
-        return (last.tokens, tuple(before), last.position) if last.origin is None else ((), bound.runs, None)
+        return (last.tokens, tuple(before), last.position, repair) if last.origin is None else ((), bound.runs, None, repair)
+
+    def repair(self, schema: Schema) -> float:
+        """Of prompts made from it that do not say."""
+        return self._repairs.get(schema, 0.0)
 
     def uses(self, name: str) -> int:
         return self._uses.get(name, _Uses()).prompts

@@ -16,10 +16,33 @@ from .segment import Key
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """How the states of a run are made: behind which runs, and at which position."""
+    """How the states of a run are made: behind which runs, and at which position. What is left of a longer run, whose beginning is not
+    wanted here, brings that beginning's tokens: whole pages."""
 
     context: tuple["Run", ...]
     first: int
+    before: tuple[int, ...] = ()  # these are computed right behind the context, and the run right behind them
+
+    @property
+    def start(self) -> int:
+        """The position right behind the context."""
+        return self.first - len(self.before)
+
+    def key(self, root: Key) -> Key:
+        """The root of whatever is computed so. Behind nothing, from the start, it is the tenant's own."""
+        if not self.context and not self.start:
+            return root
+        return hashlib.sha256(b"context" + root + self.digest + self.start.to_bytes(8, "little")).digest()
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Names the context. It is asked for by whatever stands behind it: by a thousand modules, a thousand times."""
+        return context_digest(self.context)
+
+    @cached_property
+    def placed_digest(self) -> bytes:
+        """The same, of the context as a prompt that it is the beginning of would have it."""
+        return context_digest(in_place(self.context))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,20 +71,30 @@ class Run:
     def moved(self, position: int) -> "Run":
         return Run(self.tokens, position, self.origin)
 
+    def part(self, start: int, stop: int) -> "Run":
+        """Some of it, where it stands, with the states that it has as a part of the whole."""
+        origin = self.origin
+        if origin is not None and start:
+            origin = Origin(origin.context, origin.first + start, (*origin.before, *self.tokens[:start]))
+        return Run(self.tokens[start:stop], self.position + start, origin)
+
     @cached_property
     def digest(self) -> bytes:
         """Names the tokens, where they stand, and where they come from."""
-        made = b"" if self.origin is None else context_digest(self.origin.context) + self.origin.first.to_bytes(8, "little")
-        facts = (made, array("i", self.tokens).tobytes(), self.position.to_bytes(8, "little"))
+        made = b"" if self.origin is None else self.origin.digest + self.origin.first.to_bytes(8, "little")
+        left = () if self.origin is None else self.origin.before
+        facts = (made, array("i", left).tobytes(), array("i", self.tokens).tobytes(), self.position.to_bytes(8, "little"))
         return hashlib.sha256(b"".join(len(fact).to_bytes(8, "little") + fact for fact in facts)).digest()
+
+
+def in_place(runs: Sequence[Run]) -> list[Run]:
+    """Runs, all of them with an origin: what is computed where it stands has everything before it for a context."""
+    found: list[Run] = []
+    for run in runs:
+        origin = run.origin or Origin(tuple(found), run.position)
+        found.append(run if run.origin is not None else Run(run.tokens, run.position, origin))
+    return found
 
 
 def context_digest(runs: Sequence[Run]) -> bytes:
     return hashlib.sha256(b"".join(run.digest for run in runs)).digest()
-
-
-def context_key(root: Key, runs: Sequence[Run], first: int) -> Key:
-    """The root of whatever is computed behind these runs from a position on. Behind nothing, from the start, it is the tenant's own."""
-    if not runs and not first:
-        return root
-    return hashlib.sha256(b"context" + root + context_digest(runs) + first.to_bytes(8, "little")).digest()

@@ -167,7 +167,7 @@ class PrefixTree:
     def unpin(self, stem: Stem) -> None:
         assert stem.pins > 0
         stem.pins -= 1
-        self._drop_if_bare(stem)
+        self.forget_bare(stem)
 
     def drop(self, stem: Stem) -> list[int]:
         """Forgets a stem that nobody reads and nothing continues, and what leads to it alone; answers the pages."""
@@ -176,13 +176,13 @@ class PrefixTree:
             assert stem.parent is not None
             freed += stem.segment.pages
             del stem.parent.children[stem.segment.keys[0]]
-            self._drop_if_bare(stem.parent)
+            self.forget_bare(stem.parent)
             stem = stem.parent
         self.pages -= len(freed)
         return freed
 
-    def _drop_if_bare(self, root: Stem) -> None:
-        """There may be any number of tenants: one that nothing is known of needs no root."""
+    def forget_bare(self, root: Stem) -> None:
+        """There may be any number of tenants and contexts: one that nothing is known of needs no root. Any other stem stays."""
         if root.parent is None and not root.children and not root.pins and self._roots.get(root.segment.key) is root:
             del self._roots[root.segment.key]
 
@@ -260,7 +260,7 @@ class PrefixTree:
         else:
             assert leaf.parent is not None
             del leaf.parent.children[old.keys[0]]
-            self._drop_if_bare(leaf.parent)
+            self.forget_bare(leaf.parent)
         return list(old.pages[keep:])
 
 

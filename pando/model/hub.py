@@ -7,6 +7,7 @@ content: the directory appears whole, by one rename, or not at all.
 import difflib
 import errno
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -121,9 +122,28 @@ def _directory(path: Path) -> ModelFiles:
         files = sorted(path.glob("*.gguf"))
         hint = f"give the GGUF file itself: {files[0]}" if files else "a model needs config.json, tokenizer.json and *.safetensors"
         raise BadModelFile(f"{path} is no complete model: {', '.join(missing)} missing; {hint}")
-    from .weights import weight_files  # brings torch, which listing the catalogue does not need
-
     return ModelFiles(path, path / "config.json", weight_files(path), path / "tokenizer.json")
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model's directory, as its index names them, or the single one."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.is_file():
+        if single.is_file():
+            return (single,)
+        raise ModelNotFound(f"{directory} has neither {single.name} nor {index.name}; convert other formats to safetensors first")
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = tuple(directory / name for name in names if Path(name).name == name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadModelFile(f"{index} is not an index of safetensors ({error!r}); fetch the model again") from error
+    if len(files) < len(names):
+        raise BadModelFile(f"{index} names files outside its own directory; fetch the model from a source you trust")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        lost = ", ".join(missing)[:200]
+        raise BadModelFile(f"{len(missing)} of the {len(names)} files named by {index} are missing ({lost}); fetch them again")
+    return files
 
 
 def _own_gguf(path: Path, shelf: Shelf) -> ModelFiles:

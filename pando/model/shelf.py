@@ -36,6 +36,11 @@ class Shelf:
     def models(self) -> Path:
         return self.home / "models"
 
+    @property
+    def store(self) -> Path:
+        """For cached context that outlives the process."""
+        return self.home / "store"
+
     def holds(self, target: Path) -> bool:
         return all((target / name).is_file() for name in _BOOK)
 

@@ -64,9 +64,11 @@ class Tokenizer:
 
     @cached_property
     def unknown(self) -> int:
-        """A token that stands for nothing in particular."""
+        """A token that stands for nothing in particular: a space. What files call unknown may be the token that ends a document, and a
+        model hardly looks back beyond that."""
+        space = self.encode(" ", special=False)
         named = (self._id(self._names.get(name)) for name in ("unk_token", "pad_token", "eos_token"))
-        return next((token for token in named if token is not None), 0)
+        return space[0] if len(space) == 1 else next((token for token in named if token is not None), 0)
 
     def encode_with_offsets(self, text: str, most: int = 2**31) -> tuple[list[int], list[tuple[int, int]]]:
         """As `encode`, and which characters each token stands for, first and end; (0, 0) where it was added around the text. Of more than

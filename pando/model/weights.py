@@ -63,27 +63,6 @@ _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")  # 
 _DTYPES = ("F32", "F16", "BF16")
 
 
-def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model's directory, as its index names them, or the single one."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if not index.is_file():
-        if single.is_file():
-            return (single,)
-        raise ModelNotFound(f"{directory} has neither {single.name} nor {index.name}; convert other formats to safetensors first")
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = tuple(directory / name for name in names if Path(name).name == name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadModelFile(f"{index} is not an index of safetensors ({error!r}); fetch the model again") from error
-    if len(files) < len(names):
-        raise BadModelFile(f"{index} names files outside its own directory; fetch the model from a source you trust")
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        lost = ", ".join(missing)[:200]
-        raise BadModelFile(f"{len(missing)} of the {len(names)} files named by {index} are missing ({lost}); fetch them again")
-    return files
-
-
 def load_weights(
     files: Sequence[Path], config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> Weights:

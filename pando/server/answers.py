@@ -3,14 +3,14 @@
 import codecs
 import time
 from collections.abc import Container, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from ..engine.pins import Pin
-from ..engine.request import Reuse, TokenEvent
+from ..engine.request import Reuse, TokenEvent, Truncated
 from . import tools
 from .history import Drift
 from .logprobs import Scored, Spell, chat_logprobs, text_logprobs
-from .metrics import Metrics
+from .metrics import Metrics, Source
 from .prompts import Asked, Prompt
 from .replies import (
     Call,
@@ -25,6 +25,7 @@ from .replies import (
     PinReply,
     TextCompletion,
     TextFinish,
+    TruncatedReport,
     Usage,
     call,
     chat_choice,
@@ -38,6 +39,7 @@ from .tools import Piece, Stream
 ADVICE = {
     "cold": "nothing of this prompt was seen before",
     "diverged": "what is cached goes on differently from this token on; put what changes behind what does not",
+    "lost": "it was kept below the device and could not be read back; see pando_store_lost_pages_total and the log",
     "evicted": "it was cached, and its pages were needed; pin it, or raise --kv-cache-tokens",
     "other_tenant": "it was cached under another cache_salt; use the same one to share it",
     "too_short": "a prompt of one token is always computed",
@@ -66,9 +68,7 @@ class Account:
                 self._metrics.first_token((self._ticket.first or now) - self._ticket.arrived)
                 self._metrics.queued(event.waited)
             miss = event.reuse.miss
-            device, module = _sources(event.reuse)
-            computed = event.num_prompt_tokens - device - module
-            self._metrics.prompt(computed, device=device, module=module, miss=None if miss is None else miss.reason)
+            self._metrics.prompt(_sources(event.reuse, event.num_prompt_tokens), None if miss is None else miss.reason)
         self.tokens[answer] = self.tokens.get(answer, 0) + 1
         self._open[answer] = self._open.get(answer, (now, now))[0], now
         if event.finish_reason is not None:
@@ -90,19 +90,19 @@ class Account:
     def usage(self) -> Usage:
         prompts = self._ticket.asked.prompts
         modules = sum(prompt.bound.module_tokens for prompt in prompts if prompt.bound is not None)
-        total = sum(len(prompt.tokens) for prompt in prompts)
-        return usage(total, sum(self.tokens.values()), self._cached(), modules, modular=self._modular())
+        return usage(self._asked(), sum(self.tokens.values()), self._cached(), modules, self._kind())
 
     def report(self) -> PandoReport:
         prompts, cached = self._ticket.asked.prompts, self._cached()
-        total = sum(len(prompt.tokens) for prompt in prompts)
         missed = [(prompts[place], reuse) for place, reuse in sorted(self.reuse.items()) if reuse.miss is not None]
         first = self._ticket.first
-        device, module = (sum(each) for each in zip((0, 0), *map(_sources, self.reuse.values()), strict=True))
+        sources = [_sources(reuse, 0) for reuse in self.reuse.values()]
+        came = {source: sum(each[source] for each in sources) for source in get_args(Source)}
         return {
-            "reuse": "modular" if self._modular() else "exact" if cached else "none",
-            "tokens": {"computed": total - cached, "device": device, "host": 0, "disk": 0, "module": module},
+            "reuse": self._kind() if cached or self._kind() != "exact" else "none",
+            "tokens": {**came, "computed": self._asked() - cached},  # type: ignore[typeddict-item]  # every source has its key
             "repaired": sum(reuse.repaired for reuse in self.reuse.values()),
+            "truncated": _truncated([reuse.truncated for reuse in self.reuse.values() if reuse.truncated is not None]),
             "miss": _miss(*missed[0]) if missed else None,
             "time_to_first_token_ms": None if first is None else round((first - self._ticket.arrived) * 1e3, 3),
             "queue_ms": round(self._waited * 1e3, 3),
@@ -113,19 +113,41 @@ class Account:
     def _cached(self) -> int:
         return sum(reuse.device for reuse in self.reuse.values())
 
-    def _modular(self) -> bool:
-        return any(reuse.modules for reuse in self.reuse.values())
+    def _asked(self) -> int:
+        """Tokens of the prompts, without those that were dropped."""
+        whole = sum(len(prompt.tokens) for prompt in self._ticket.asked.prompts)
+        return whole - sum(reuse.truncated.dropped for reuse in self.reuse.values() if reuse.truncated is not None)
+
+    def _kind(self) -> Literal["exact", "modular", "truncated"]:
+        if any(reuse.truncated is not None and reuse.truncated.moved for reuse in self.reuse.values()):
+            return "truncated"
+        return "modular" if any(reuse.modules for reuse in self.reuse.values()) else "exact"
 
 
-def _sources(reuse: Reuse) -> tuple[int, int]:
-    """Of the tokens that were not computed: as any prefix, and as a module that had been encoded behind something else."""
+def _sources(reuse: Reuse, total: int) -> dict[Source, int]:
+    """Where a prompt's tokens came from: as any prefix, from the device or a tier below it, or as a module that had been encoded behind
+    something else, wherever it was kept."""
     module = min(reuse.modules, reuse.device)
-    return reuse.device - module, module
+    host, disk, remote = (reuse.tiers.get(tier, 0) for tier in ("host", "disk", "remote"))
+    device = max(0, reuse.device - module - host - disk - remote)
+    return {"computed": total - reuse.device, "device": device, "host": host, "disk": disk, "remote": remote, "module": module}
+
+
+def _truncated(found: Sequence[Truncated]) -> TruncatedReport | None:
+    if not found:
+        return None
+    reasons = [each.recomputed for each in found if each.recomputed is not None]
+    return {
+        "dropped_tokens": sum(each.dropped for each in found),
+        "moved_tokens": sum(each.moved for each in found),
+        "recomputed": reasons[0] if reasons else None,
+    }
 
 
 def _miss(prompt: Prompt, reuse: Reuse) -> MissReport:
     assert reuse.miss is not None
     reason, token = reuse.miss.reason, reuse.miss.token
+    token = token if reuse.truncated is None else reuse.truncated.whole(token)
     drift: Drift | None = prompt.drift
     if drift is not None and token > drift.token:  # something else that is cached covers it
         drift = None

@@ -3,7 +3,7 @@
 The server tells of each request as it goes; of the engine, steps are observed one by one, and the rest is asked for when somebody scrapes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -13,12 +13,13 @@ from prometheus_client.metrics_core import Metric
 
 from ..config import MetricsCompat
 from ..engine.request import MissReason
+from ..store.facts import StoreFacts
 
 if TYPE_CHECKING:
     from ..engine.facts import Stats
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "timeout", "failed"]
-Source = Literal["computed", "device", "host", "disk", "module"]
+Source = Literal["computed", "device", "host", "disk", "remote", "module"]
 
 # From a GPU that answers in milliseconds to two slow cores that take minutes.
 FIRST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
@@ -62,6 +63,27 @@ VLLM_GAUGES: dict[str, tuple[str, Callable[["Stats"], float]]] = {
 }
 
 
+def _of_store(facts: StoreFacts) -> Iterator[Metric]:
+    used = GaugeMetricFamily("pando_tier_bytes", "Bytes that a tier below the device holds.", labels=["tier"])
+    limit = GaugeMetricFamily("pando_tier_bytes_limit", "Bytes that it may hold.", labels=["tier"])
+    for tier, room in facts.room.items():
+        used.add_metric([tier], room.used)
+        limit.add_metric([tier], room.size)
+    yield from (used, limit)
+    for name, text, label, counts in (
+        ("pando_store_loaded_tokens", "Tokens whose states came from a tier below the device.", "tier", facts.loaded),
+        ("pando_store_saved_pages", "Pages that a tier below the device took.", "tier", facts.saved),
+        ("pando_store_lost_pages", "Pages that should have been there and were computed instead, by why.", "reason", facts.lost),
+        ("pando_store_unsaved_pages", "Pages that were not kept, by why.", "reason", facts.unsaved),
+    ):
+        counter = CounterMetricFamily(name, text, labels=[label])
+        for value, count in counts.items():
+            counter.add_metric([value], count)
+        yield counter
+    yield CounterMetricFamily("pando_store_recomputed_tokens", "Tokens that were sooner computed than loaded.", value=facts.recomputed)
+    yield CounterMetricFamily("pando_store_prefetched_pages", "Pages brought up before they were asked for.", value=facts.prefetched)
+
+
 class Metrics:
     def __init__(self, model: str, stats: Callable[[], "Stats"], compat: MetricsCompat = "none") -> None:
         self.model = model
@@ -103,13 +125,11 @@ class Metrics:
     def queued(self, seconds: float) -> None:
         self._queue.observe(seconds)
 
-    def prompt(
-        self, computed: int, *, device: int = 0, host: int = 0, disk: int = 0, module: int = 0, miss: MissReason | None = None
-    ) -> None:
+    def prompt(self, tokens: Mapping[Source, int], miss: MissReason | None = None) -> None:
         """Where the tokens of one prompt came from, and why no more of them were reused."""
-        for source, tokens in (("computed", computed), ("device", device), ("host", host), ("disk", disk), ("module", module)):
-            self._prompt.labels(source).inc(tokens)
-        if device or host or disk or module:
+        for source, count in tokens.items():
+            self._prompt.labels(source).inc(count)
+        if any(count for source, count in tokens.items() if source != "computed"):
             self._hits.inc()
         if miss is not None:
             self._misses.labels(miss).inc()
@@ -158,6 +178,7 @@ class Metrics:
         if stats.attention is not None:
             attention.add_metric([stats.attention], 1)
         yield attention
+        yield from _of_store(stats.store or StoreFacts())
         if self.compat == "vllm":
             yield from self._as_vllm(stats)
 

@@ -4,14 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ..engine.request import Constraint, SamplingParams, Tenant
+from ..engine.request import Constraint, SamplingParams, Tenant, Truncation
+from ..engine.truncation import Message, of_conversation, wanted_room
 from ..errors import InvalidPrompt, PromptTooLong
 from ..markup.binding import Bound
 from ..model.tokenizer import Tokenizer
 from . import tools
 from .grammar import Grammars
 from .history import Drift, History, message_at, message_starts
-from .limits import Plain
+from .limits import MAX_PROMPT_TOKENS, Plain
+from .overflow import Overflow
 from .schemas import Holdings
 from .tenants import Public
 from .wire import ChatBody, ChosenTool, CompletionBody, Generation, TokenizeBody, WarmBody
@@ -25,6 +27,8 @@ class Prompt:
     starts: Sequence[int] = ()  # the first token of each message
     drift: Drift | None = None  # from the conversation's last turn
     bound: Bound | None = None  # of a prompt in PML
+    repair: float = 0.0  # the share of its module tokens that are computed again
+    truncation: Truncation | None = None  # None: it is refused if it does not fit
 
     def message_of(self, token: int) -> int | None:
         return message_at(self.starts, token) if self.starts else None
@@ -47,7 +51,6 @@ class Asked:
     form: tools.Form | None = None  # how calls are found in the answer
     one_call: bool = False  # and no more of them are wanted
     score: bool = False
-    repair: float = 0.0
     messages: Sequence[Plain] = ()
 
 
@@ -60,9 +63,11 @@ class Prompts:
         history: History,
         public: Public,
         schemas: Holdings,
+        overflow: Overflow,
         max_len: int,
     ) -> None:
         self._tokenizer, self._template, self._schemas, self._max_len = tokenizer, template, schemas, max_len
+        self._overflow = overflow
         self._grammars, self._history, self._public = grammars, history, public
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
@@ -79,7 +84,10 @@ class Prompts:
                 constraint = self._grammars.lark(form.grammar(functions, only, parallel=body.parallel_tool_calls, special=special))
             if special:
                 params = replace(params, skip_special_tokens=False)
-        prompt = self._conversation(messages, wanted, answered=True)
+        truncates = self._overflow.allows(body.truncation, tenant.salt, session)
+        prompt = self._conversation(messages, wanted, answered=True, truncates=truncates)
+        if truncates:
+            prompt = replace(prompt, truncation=self._truncation(prompt.tokens, messages, wanted, params.max_tokens))
         drift = self._history.explain(tenant.salt, messages, prompt.tokens, session) if prompt.starts else None
         if drift is not None and drift.message is None:
             drift = replace(drift, message=prompt.message_of(drift.token))
@@ -89,20 +97,24 @@ class Prompts:
         """A prompt in PML as the one message. What the chat template would write is the schema's to write."""
         if body.tools and body.tool_choice != "none":
             raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
-        return Asked([self._bound(body, pml, tenant)], params, self._format(body), repair=body.repair)
+        return Asked([self._bound(body, pml, tenant)], params, self._format(body))
 
     def completion(self, body: CompletionBody, tenant: Tenant) -> Asked:
         if body.prompt_format == "pml":
             prompts = [self._bound(body, prompt, tenant) for prompt in body.prompts() if isinstance(prompt, str)]
         else:
-            prompts = [self._plain(prompt) for prompt in body.prompts()]
-        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None, repair=body.repair)
+            truncates = self._overflow.allows(body.truncation, tenant.salt, body.session)
+            prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
+        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None)
 
     def _bound(self, body: Generation, pml: str, tenant: Tenant) -> Prompt:
         if body.ttl is not None:
             raise InvalidPrompt("prompt_cache_options pin the beginning of a prompt, and this one is made of modules; leave them out")
-        bound = self._schemas.bind(tenant.owner, pml)
-        return Prompt([token for run in bound.runs for token in run.tokens], pml, bound=bound)
+        if body.truncation == "auto":
+            raise InvalidPrompt("truncation drops the oldest part of a prompt, and this one is made of modules; leave modules out instead")
+        bound, repair = self._schemas.bind(tenant.owner, pml)
+        tokens = [token for run in bound.runs for token in run.tokens]
+        return Prompt(tokens, pml, bound=bound, repair=repair if body.repair is None else body.repair)
 
     def warm(self, body: WarmBody) -> Prompt:
         if body.messages is not None:
@@ -122,26 +134,43 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
 
-    def _conversation(self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool) -> Prompt:
+    def _conversation(
+        self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool, truncates: bool = False
+    ) -> Prompt:
         text = self._tokenizer.chat(messages, add_generation_prompt=answered, template=self._template, tools=definitions)
-        self._check_length(text)
-        tokens, offsets = self._tokenizer.encode_with_offsets(text, self._max_len)
+        self._check_length(text, truncates)
+        tokens, offsets = self._tokenizer.encode_with_offsets(text, MAX_PROMPT_TOKENS if truncates else self._max_len)
         starts = message_starts(text, [message["content"] for message in messages], offsets) if offsets else ()
         return Prompt(tokens, text, self._public.length(tokens), starts)
 
-    def _check_length(self, text: str) -> None:
+    def _truncation(
+        self, tokens: list[int], messages: Sequence[Plain], definitions: Sequence[Plain] | None, max_tokens: int | None
+    ) -> Truncation:
+        """What of a conversation stays. One that fits is not rendered again to know."""
+        if len(tokens) + wanted_room(max_tokens, self._max_len) <= self._max_len:
+            return Truncation()
+
+        def render(others: Sequence[Message]) -> list[int]:
+            return self._tokenizer.encode(self._tokenizer.chat(others, template=self._template, tools=definitions))
+
+        return of_conversation(render, messages, tokens)
+
+    def _check_length(self, text: str, truncates: bool) -> None:
         """What cannot fit whatever its tokens are is not tokenised: that takes seconds for megabytes."""
         least = len(text) // self._tokenizer.longest
-        if least > self._max_len:
+        if least > (MAX_PROMPT_TOKENS if truncates else self._max_len):
+            way = "" if truncates else ', or ask for truncation="auto", which drops its oldest part'
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters, at least {least} tokens, and the context holds {self._max_len}; shorten the prompt"
+                f"the prompt has {len(text)} characters, at least {least} tokens, and the context holds {self._max_len}; "
+                f"shorten the prompt{way}"
             )
 
-    def _plain(self, prompt: str | list[int]) -> Prompt:
+    def _plain(self, prompt: str | list[int], *, truncates: bool = False) -> Prompt:
         if isinstance(prompt, str):
-            self._check_length(prompt)
+            self._check_length(prompt, truncates)
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return Prompt(tokens, prompt if isinstance(prompt, str) else None, self._public.length(tokens))
+        how = Truncation() if truncates else None
+        return Prompt(tokens, prompt if isinstance(prompt, str) else None, self._public.length(tokens), truncation=how)
 
     def _format(self, body: ChatBody) -> Callable[[], Constraint] | None:
         wanted = body.response_format

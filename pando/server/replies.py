@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from ..engine.request import MissReason
+from ..engine.request import MissReason, RecomputeReason
 from .history import DriftKind
 from .logprobs import ChatLogprobs, TextLogprobs
 
@@ -30,7 +30,10 @@ DONE = b"data: [DONE]\n\n"
 class PromptDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Prompt tokens that were not computed, whatever they came from.")]
     module_tokens: Annotated[int, Field(description="Prompt tokens whose states are those of modules, computed now or before.")]
-    reuse: Annotated[Literal["exact", "modular"], Field(description="modular: some were encoded behind another context; approximate.")]
+    reuse: Annotated[
+        Literal["exact", "modular", "truncated"],
+        Field(description="modular: some were encoded behind another context; truncated: behind tokens that were dropped; approximate."),
+    ]
 
 
 class CompletionDetails(TypedDict):
@@ -52,7 +55,16 @@ class Sources(TypedDict):
     device: int
     host: int
     disk: int
+    remote: int
     module: int
+
+
+class TruncatedReport(TypedDict):
+    dropped_tokens: Annotated[int, Field(description="Of the prompt's oldest tokens, those that were left out.")]
+    moved_tokens: Annotated[int, Field(description="Tokens behind them whose states were reused at other positions.")]
+    recomputed: Annotated[
+        RecomputeReason | None, Field(description="Why these were computed again; null: they were not, or in an earlier turn.")
+    ]
 
 
 class MissReport(TypedDict):
@@ -75,6 +87,7 @@ class PandoReport(TypedDict):
     reuse: ReuseKind
     tokens: Sources
     repaired: Annotated[int, Field(description="Tokens of modules that were computed again, as asked for.")]
+    truncated: Annotated[TruncatedReport | None, Field(description="Null: the prompt is whole.")]
     miss: MissReport | None
     time_to_first_token_ms: float | None
     queue_ms: float | None
@@ -82,12 +95,12 @@ class PandoReport(TypedDict):
     pin: PinReply | None
 
 
-def usage(prompt: int, completion: int, cached: int, modules: int = 0, *, modular: bool = False) -> Usage:
+def usage(prompt: int, completion: int, cached: int, modules: int = 0, reuse: Literal["exact", "modular", "truncated"] = "exact") -> Usage:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "module_tokens": modules, "reuse": "modular" if modular else "exact"},
+        "prompt_tokens_details": {"cached_tokens": cached, "module_tokens": modules, "reuse": reuse},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 

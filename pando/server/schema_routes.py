@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..kv.run import Run
 from ..markup.schema import Schema
 from .bodies import whole_body
 from .exchange import gone, unless_gone
-from .limits import MAX_MODULES, Name
+from .limits import MAX_MODULES, Name, Real
 from .replies import encode
 from .schemas import UnknownSchema
 from .service import Service, TimedOut
@@ -35,6 +36,9 @@ PML_BODY: dict[str, Any] = {
 }
 Salt = Annotated[Name | None, Query(description="Whose states are meant, as in requests for answers.")]
 Eager = Annotated[bool, Query(description="Encode all modules before answering; otherwise each is when it is first imported.")]
+Repair = Annotated[
+    Real | None, Query(ge=0, le=1, description="The share of module tokens that prompts have computed again, if they do not say.")
+]
 
 
 class _Some(NamedTuple):
@@ -55,28 +59,29 @@ class SchemaRoutes:
         self.service, self.tenants = service, tenants
 
     def add_to(self, app: FastAPI, failures: dict[int | str, dict[str, Any]]) -> None:
-        told: dict[int | str, dict[str, Any]] = {code: failures[code] for code in (400, 408, 409, 429)}
+        told: dict[int | str, dict[str, Any]] = {code: failures[code] for code in (400, 403, 408, 409, 429)}
         app.post("/v1/schemas", response_model=SchemaView, responses=told, tags=["schemas"], openapi_extra=PML_BODY)(self.register)
         app.get("/v1/schemas", response_model=SchemaList, tags=["schemas"])(self.schemas)
         app.get("/v1/schemas/{name}", response_model=SchemaView, tags=["schemas"])(self.schema)
         app.delete("/v1/schemas/{name}", response_model=DeletedSchema, responses={403: failures[403]}, tags=["schemas"])(self.delete)
 
-    async def register(self, request: Request, eager: Eager = False, cache_salt: Salt = None) -> Response:
-        """Registers a schema in PML for this client's key. The same content again changes nothing."""
+    async def register(self, request: Request, eager: Eager = False, repair: Repair = None, cache_salt: Salt = None) -> Response:
+        """Registers a schema in PML for this client's key. The same content again changes nothing but `repair`, where that is given."""
         self.service.check_ready()
         owner, tenant = request.state.owner, self.tenants.tenant(request.state.owner, cache_salt)
         try:
             body = await whole_body(request)
         except ClientDisconnect:  # in the middle of it: nothing is registered
             return gone()
-        made, is_new = await self.service.register(owner, body)
+        made, is_new = await self.service.register(owner, body, repair)
         try:
-            if eager and await unless_gone(request, self._encode(made, tenant)) is None:
-                return gone()
+            left = eager and await unless_gone(request, self._encode(made, tenant)) is None
         except InputError:  # it cannot be encoded: whoever is told so need not delete it
-            if is_new:
-                self.service.schemas.remove(owner, made.name)
+            self._undo(owner, made, is_new)
             raise
+        if left:
+            self._undo(owner, made, is_new)
+            return gone()
         return await self._shown(owner, made.name, tenant)
 
     async def schemas(self, request: Request) -> Response:
@@ -95,6 +100,13 @@ class SchemaRoutes:
         self.service.check_ready()
         self.service.schemas.remove(request.state.owner, name)
         return Response(encode(DeletedSchema(name=name, deleted=True)), media_type="application/json")
+
+    def _undo(self, owner: bytes, made: Schema, is_new: bool) -> None:
+        """A registration that did not come to its end leaves nothing, unless somebody else has used what it made."""
+        schemas = self.service.schemas
+        with suppress(UnknownSchema):  # it was deleted in the meantime
+            if is_new and not schemas.find(owner, made.name)[0].uses(made.name):
+                schemas.remove(owner, made.name)
 
     async def _encode(self, schema: Schema, tenant: Tenant) -> bool:
         """Some at a time, so that other requests come in between."""
@@ -138,6 +150,7 @@ class SchemaRoutes:
             "layout": schema.layout,
             "encode": schema.encode,
             "order": schema.order,
+            "repair": schemas.repair(schema),
             "tokens": sum(part.tokens for part in schema.modules),
             "bytes": self.service.bytes_of(schema.stored),
             "uses": schemas.uses(schema.name),

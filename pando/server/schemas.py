@@ -58,16 +58,18 @@ class Holdings:
 
     # ---- a client's
 
-    def add(self, owner: bytes, pml: bytes) -> tuple[Schema, bool]:
+    def add(self, owner: bytes, pml: bytes, repair: float | None = None) -> tuple[Schema, bool]:
         """Registers a schema, and says whether it is new: one that is here already, with the same content, is the one that is here."""
         element = parse(pml, "schema")
         name, own = element.attributes.get("name", "").strip(), self._of(owner)
         if self.common.library.get(name) is not None:  # a name of the operator's is everyone's
+            if repair is not None:
+                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; give repair with your prompts")
             return self.common.add(element), False
         is_new = own.library.get(name) is None
         if is_new:
             self._check_room(owner, len(own.library), len(pml))
-        made = own.add(element)
+        made = own.add(element, repair=repair)
         if is_new:
             self._sizes[owner, made.name] = len(pml)
         return made, is_new
@@ -100,11 +102,13 @@ class Holdings:
         for schemas in (self.common, self._of(owner)):
             yield from ((schemas, schema) for schema in schemas.library)
 
-    def bind(self, owner: bytes, pml: str) -> Bound:
+    def bind(self, owner: bytes, pml: str) -> tuple[Bound, float]:
+        """A prompt, and what of it is repaired if it does not say."""
         element = parse(pml, "prompt")
         name, own = prompt_schema(element), self._of(owner)
         schemas = self.common if own.library.get(name) is None and self.common.library.get(name) is not None else own
-        return schemas.bind(element)[1]
+        schema, bound = schemas.bind(element)
+        return bound, schemas.repair(schema)
 
     def is_prompt(self, owner: bytes, text: str) -> bool:
         """Whether a text is a prompt in PML: it begins as one, and this owner has its schema."""

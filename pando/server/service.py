@@ -27,6 +27,7 @@ from ..model.tokenizer import Tokenizer
 from .grammar import Grammars
 from .history import History
 from .metrics import Metrics, Outcome
+from .overflow import Overflow
 from .prompts import Asked, Prompt, Prompts
 from .schemas import Holdings
 from .tenants import Public
@@ -161,7 +162,8 @@ class Service:
         self.workers.submit(grammars.json_object)  # its first use is slow
         self.schemas = self._holdings(engine, template)
         self.bytes_of = engine.bytes_of
-        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), self.schemas, engine.max_len)
+        overflow = Overflow(self.config.truncation)
+        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), self.schemas, overflow, engine.max_len)
         return engine
 
     def _holdings(self, engine: Engine, template: str | None) -> Holdings:
@@ -230,13 +232,13 @@ class Service:
         finally:
             self._preparing -= 1
 
-    async def register(self, owner: bytes, pml: bytes) -> tuple[Schema, bool]:
+    async def register(self, owner: bytes, pml: bytes, repair: float | None) -> tuple[Schema, bool]:
         """The same for a schema. A long one takes seconds: one at a time."""
         self.check_ready()
         self.check_room()
         self._preparing += 1
         try:
-            return await to_thread.run_sync(self.schemas.add, owner, pml, limiter=self._registering)
+            return await to_thread.run_sync(self.schemas.add, owner, pml, repair, limiter=self._registering)
         finally:
             self._preparing -= 1
 
@@ -332,7 +334,9 @@ class Service:
 
 def _request(name: str, prompt: Prompt, asked: Asked, tenant: Tenant) -> Request:
     if prompt.bound is None:
-        return Request(name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint)
+        return Request(
+            name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint, truncation=prompt.truncation
+        )
     *before, last = prompt.bound.runs
     own, position = (last.tokens, last.position) if last.origin is None else ((), None)
     runs = before if last.origin is None else prompt.bound.runs
@@ -345,7 +349,7 @@ def _request(name: str, prompt: Prompt, asked: Asked, tenant: Tenant) -> Request
         constraint=asked.constraint,
         runs=runs,
         position=position,
-        repair=asked.repair,
+        repair=prompt.repair,
     )
 
 

@@ -94,6 +94,7 @@ class SchemaCard(TypedDict):
     layout: Layout
     encode: Encode
     order: Order
+    repair: Annotated[float, Field(description="The share of module tokens that are computed again in prompts that do not say.")]
     tokens: Annotated[int, Field(description="Of all modules, without scaffolds.")]
     bytes: Annotated[int, Field(description="That all of it takes in the cache, once it is encoded; in whole pages.")]
     uses: Annotated[int, Field(description="Prompts that were made from it.")]

@@ -85,7 +85,12 @@ class Generation(Steering):
     include_stop_str_in_output: bool = Field(False, description="Keep the stop string at the end of the text.")
     stream: bool = Field(False, description="Send tokens as they come, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    repair: Real = Field(0.0, ge=0, le=1, description="The share of module tokens that are computed again, where a prompt is in PML.")
+    repair: Annotated[Real, Field(ge=0, le=1)] | None = Field(
+        None, description="The share of module tokens that are computed again, where a prompt is in PML; by default as its schema says."
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto drops the oldest part of a prompt that does not fit; by default as the session's last request that said it."
+    )
     return_token_ids: bool = Field(False, description="Give the token ids of prompt and answers, too.")
     user: User | None = Field(None, description="The client's own user; noted in the log.")
     prompt_cache_options: CacheOptions | None = Field(None, description="How long the prompt is kept.")

@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 
+from pando.engine import scheduler
 from pando.engine.engine import Engine
+from pando.engine.imports import find
 from pando.engine.request import Request, Tenant, TokenEvent
 from pando.errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from pando.kv.run import Origin, Run
@@ -61,6 +63,32 @@ def test_a_prompt_that_ends_with_a_module_answers_as_the_plain_prompt_does(engin
         runs = [OPENING, a] if end is a else [OPENING, a, end]
         plain = answer(tiny_engine(engine.model), Request("plain", [t for one in runs for t in one.tokens], greedy(8)))
         assert answer(engine, ask(f"chain {len(end)}", runs, ())) == plain
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9])
+def test_a_module_at_the_end_is_made_whole_and_once(engine: Engine, length: int) -> None:
+    """Only its last token is computed again, for the answer."""
+    end = module(2, length, 10)
+    first = run(engine, [ask("first", [OPENING, end], ())])["first", 0]
+    assert engine.holds(end, Tenant())
+    before = engine.totals.tokens
+    again = run(engine, [ask("again", [OPENING, end], (), tokens=1)])["again", 0]
+    assert engine.totals.tokens - before == 1
+    assert (again[0].token, again[0].num_cached_tokens) == (first[0].token, 10 + length - 1)
+    inside = run(engine, [ask("inside", [OPENING, end], tokens=1)])["inside", 0]
+    assert inside[0].num_cached_tokens == 10 + length, "nor is it made again where something follows it"
+
+
+def test_a_module_at_the_end_of_one_prompt_and_in_the_middle_of_another_is_read_once(engine: Engine) -> None:
+    long = module(2, 160, 10)
+    requests = [ask("end", [OPENING, long], ()), ask("middle", [OPENING, long])]
+    for request in requests:
+        engine.add(request)
+    shared: set[tuple[int, ...]] = set()
+    while engine.has_work:
+        engine.step()
+        shared |= {read.rows for read in engine.batcher.plan.shared_reads if read.tokens >= 156}
+    assert shared == {(0, 1)}
 
 
 def test_words_between_modules_are_computed_where_they_stand(engine: Engine) -> None:
@@ -126,6 +154,19 @@ def test_modules_are_encoded_in_one_batch() -> None:
         engine.step()
         rows.append(engine.facts.rows)
     assert rows[:3] == [1, 5, 1], "the opening, five modules behind it, then the row"
+
+
+def test_of_modules_that_wait_for_one_another_only_the_next_looks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = [OPENING]
+    for seed in range(40):
+        chain.append(module(50 + seed, 3, chain[-1].end, context=tuple(chain)))
+    looks: list[Run] = []
+    monkeypatch.setattr(scheduler, "find", lambda tree, want, now: looks.append(want.run) or find(tree, want, now))
+    engine = tiny_engine()
+    engine.encode(chain, Tenant())
+    drain(engine)
+    assert all(engine.holds(each, Tenant()) for each in chain)
+    assert len(looks) <= 41 + 41 * 40 / 2, "each once when it is asked for, and once by each of those behind it"
 
 
 def test_several_answers_share_what_stands_before_them(engine: Engine) -> None:
@@ -270,6 +311,7 @@ def test_what_makes_no_sense_is_refused_and_leaves_nothing(engine: Engine) -> No
     overlapping = [OPENING, module(2, 8, 10), module(3, 8, 12)]
     for request, error, message in (
         (ask("x", overlapping), InvalidPrompt, "begins inside the one before it"),
+        (ask("x", [OPENING, module(2, 8, 10)], position=17), InvalidPrompt, "begin inside the run before them"),
         (ask("x", [OPENING, module(2, 8, 600)]), PromptTooLong, "context holds 512"),
         (ask("x", [OPENING, Run((999,), 10)]), InvalidPrompt, "999 is no token"),
         (ask("x", [OPENING, module(2, 8, 10)], score=True), InvalidPrompt, "logprobs of a prompt made of modules"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pando.engine.engine import Engine
-from pando.engine.request import Request
+from pando.engine.request import Request, Tenant
 from pando.engine.schemas import Prompt
 from pando.errors import InvalidOption, InvalidPrompt
 from pando.kv.run import Origin, Run
@@ -170,6 +170,25 @@ def test_a_prompt_in_pml_asks_for_repair(movable: Model) -> None:
     assert [each.reuse.modules for each in (whole, some, none)] == [0, 5, 11]
 
 
+def test_a_schema_says_what_is_repaired_and_a_prompt_says_otherwise(movable: Model) -> None:
+    llm = tiny_llm(movable)
+    pml = '<schema name="s">Hello. <module name="a">One two. </module><module name="b">Three.</module></schema>'
+    llm.schemas.add(pml, repair=0.5)
+    prompt = '<prompt schema="s"><a/><b/> Go.</prompt>'
+
+    def repaired(share: float | None = None) -> int:
+        return llm.generate(Prompt(prompt, repair=share), greedy(2))[0].reuse.repaired
+
+    assert [repaired(), repaired(0), repaired(1)] == [3, 0, 6]
+    llm.schemas.add(pml)
+    assert repaired() == 3, "the same content again changes nothing"
+    llm.schemas.add(pml, repair=0)
+    assert repaired() == 0
+    with pytest.raises(InvalidOption, match=r"repair is 1\.5"):
+        llm.schemas.add(pml.replace('"s"', '"t"'), repair=1.5)
+    assert llm.schemas.names() == ["s"], "nothing of it is registered"
+
+
 def test_a_prompt_that_is_exact_needs_no_repair(movable: Model) -> None:
     runs = RUNS[:2]
     found = run(tiny_engine(movable), [ask("x", runs, WORDS, repair=0.5)])["x", 0]
@@ -205,3 +224,29 @@ def test_rotated_keys_keep_the_factor_of_their_rotation() -> None:
     alone = [Run(each.tokens, each.position, each.origin and Origin((), 0)) for each in RUNS]
     ours, there = (states(halfway(model, ask("x", runs, WORDS, repair=1e-9)))[0] for runs in (alone, at_home(alone)))
     torch.testing.assert_close(ours, there, atol=1e-4, rtol=1e-3)
+
+
+def test_repairs_that_a_step_has_no_room_for_come_in_steps_of_their_own(movable: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [ask(name, RUNS, repair=share) for name, share in (("a", 0.5), ("b", 0.49), ("c", 0.48))]
+    for budget, together in ((24, 1), (256, 3)):
+        engine = tiny_engine(movable, max_num_batched_tokens=budget)
+        engine.encode(RUNS[:3], Tenant())
+        drain(engine)
+        for request in requests:
+            engine.add(request)
+        assert {row.repair_cost for row in engine.answers} == {25}, "a fifth of 56 tokens, and the rest of 12 repaired and 5 new ones"
+        begun: list[int] = []  # the step of each repair
+        monkeypatch.setattr(engine.repairer, "repair", lambda *_, engine=engine, begun=begun: begun.append(engine.steps))
+        drain(engine)
+        assert (len(begun), len(set(begun))) == (3, 3 // together)
+
+
+def test_a_prompt_that_ends_with_a_repaired_module_is_the_plain_prompt(model: Model) -> None:
+    runs = runs_for(model)
+    plain = answer(tiny_engine(model), Request("plain", TOKENS[: -len(WORDS)], greedy(8)))
+    engine = tiny_engine(model)
+    for share, repaired in ((1.0, FOREIGN - 1), (0.5, 12)):
+        events = run(engine, [ask(f"{share}", runs, (), repair=share)])[f"{share}", 0]
+        assert events[-1].reuse.repaired == repaired, "the last token is computed anyway"
+        assert share < 1 or [event.token for event in events] == plain
+    assert engine.holds(runs[-1], Tenant())

@@ -5,10 +5,12 @@ import threading
 import pytest
 
 from pando import Prompt
-from pando.engine.request import Tenant
+from pando.engine.request import Request, Tenant, TokenEvent
 from pando.errors import InvalidPrompt, MarkupError
+from pando.kv.run import Origin, Run
+from pando.model.load import Model
 
-from ..tiny import greedy, tiny_llm, tiny_model
+from ..tiny import greedy, run, tiny_engine, tiny_llm, tiny_model
 
 SCHEMA = """
 <schema name="tour">
@@ -21,7 +23,17 @@ SCHEMA = """
   </union>
 </schema>
 """
+SCALINGS: dict[str, dict[str, float | str] | None] = {
+    "rope": None,
+    "linear": {"type": "linear", "factor": 4},
+    "llama3": {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+    "yarn": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128},
+}
 BOTH = '<prompt schema="tour"><paris/><rome/><short/> Where are the cats?</prompt>'
+
+
+def model_of(positions: str) -> Model:
+    return tiny_model(scaling=SCALINGS[positions]) if positions in SCALINGS else tiny_model(positions=positions)
 
 
 def test_a_prompt_of_modules_is_answered_and_says_what_was_reused() -> None:
@@ -125,9 +137,9 @@ def test_a_model_whose_positions_are_learned_takes_the_fixed_layout() -> None:
         llm.schemas.add(SCHEMA.replace('name="tour"', 'name="other" layout="compact"'))
 
 
-@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+@pytest.mark.parametrize("positions", [*SCALINGS, "alibi", "learned"])
 def test_the_whole_of_a_causal_schema_is_the_plain_prompt(positions: str) -> None:
-    llm = tiny_llm(tiny_model(positions=positions))
+    llm = tiny_llm(model_of(positions))
     llm.schemas.add(
         '<schema name="s" layout="fixed" encode="causal">'
         'One. <module name="a">Two, three.</module><module name="b"> Four.</module></schema>'
@@ -137,3 +149,37 @@ def test_the_whole_of_a_causal_schema_is_the_plain_prompt(positions: str) -> Non
     assert output.prompt_token_ids == plain.prompt_token_ids
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
     assert output.reuse.modules == 0
+
+
+@pytest.mark.parametrize("positions", [*SCALINGS, "alibi"])
+def test_a_module_at_eight_positions_answers_as_if_it_had_been_encoded_at_each(positions: str) -> None:
+    """Together in one batch, from one set of states; and each alone, encoded there, behind an opening that stands as much further back."""
+    model, text = model_of(positions), tuple(range(40, 80))
+
+    def asked(place: int, *, there: bool) -> Request:
+        moved = 7 * place if there else 0
+        opening = Run(tuple(range(20)), moved, Origin((), moved))
+        module = Run(text, 20 + 7 * place, Origin((opening,), 20 + moved))
+        return Request(f"{place}", [90, 91 + place], greedy(4, logprobs=5), runs=[module])
+
+    def scores(events: list[TokenEvent]) -> list[float]:
+        return [score.logprob for event in events for _, score in sorted((event.logprobs or {}).items())]
+
+    engine = tiny_engine(model)
+    together = run(engine, [asked(place, there=False) for place in range(8)])
+    assert sum(stem.segment.tokens[:4] == text[:4] for stem in engine.tree.stems()) == 1
+    for place in range(8):
+        alone = run(tiny_engine(model), [asked(place, there=True)])[f"{place}", 0]
+        assert scores(together[f"{place}", 0]) == pytest.approx(scores(alone), abs=1e-4)
+
+
+@pytest.mark.parametrize("positions", [*SCALINGS, "alibi", "learned"])
+def test_a_hole_in_a_fixed_layout_leaves_everything_else_where_it_was(positions: str) -> None:
+    """The answer is that of the same runs, given by hand at the positions that the schema has for them."""
+    llm = tiny_llm(model_of(positions))
+    schema = llm.schemas.add(SCHEMA.replace("<schema ", '<schema layout="fixed" '))
+    output = llm.generate(Prompt('<prompt schema="tour"><rome/> Hello</prompt>'), greedy(6))[0]
+    opening, rome = (next(part.runs[0] for part in schema.modules if part.path == path) for path in ("(opening)", "rome"))
+    assert rome.position == len(opening) + len("Paris has a tower, a river and very many cats.")
+    request = Request("x", llm.tokenizer.encode(" Hello", special=False), greedy(6), runs=[opening, rome], position=schema.laid.end)
+    assert [event.token for event in run(tiny_engine(llm.engine.model), [request])["x", 0]] == output.outputs[0].token_ids

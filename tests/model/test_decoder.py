@@ -14,7 +14,8 @@ from pando.kernels.reference import Read, attend
 from pando.kernels.rope import rotate, turns
 from pando.model.config import ModelConfig
 from pando.model.decoder import Decoder, Step
-from pando.model.weights import load_weights, weight_files
+from pando.model.hub import weight_files
+from pando.model.weights import load_weights
 
 from .families import FAMILIES, VOCAB, build, logits, save
 

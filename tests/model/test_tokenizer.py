@@ -306,3 +306,8 @@ def test_the_default_model_talks_as_in_transformers(default_model):
     tokens = theirs.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
     assert ours.encode(ours.chat(conversation)) == tokens
     assert (ours.bos, ours.eos, ours.vocab_size) == (1, (2,), 49152)
+
+
+def test_what_stands_for_nothing_is_a_space_and_not_the_end_of_a_document(changed):
+    tokenizer = changed(tokenizer_config_json={"unk_token": "<|endoftext|>"})
+    assert tokenizer.decode([tokenizer.unknown], skip_special=False) == " "

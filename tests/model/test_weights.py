@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pando.errors import BadModelFile, InputError, ModelNotFound, UnsupportedModel
 from pando.model.config import ModelConfig
-from pando.model.weights import Weights, digest, load_weights, weight_files
+from pando.model.hub import weight_files
+from pando.model.weights import Weights, digest, load_weights
 
 from .families import build, save
 

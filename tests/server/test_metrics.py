@@ -10,9 +10,15 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from pando.server.metrics import Metrics
+from pando.store.facts import Room, StoreFacts
 
 from ..tiny import tiny_engine
 from .live import live
+
+KEPT = StoreFacts(
+    room={"host": Room(5, 10), "disk": Room(7, 20)}, loaded={"disk": 384}, saved={"host": 3}, lost={"corrupt": 1}, unsaved={"room": 2},
+    recomputed=64, prefetched=9,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Stats:
     shared_rows: int = 33
     read_bytes: int = 5_000
     flat_bytes: int = 2**40
+    store: StoreFacts | None = KEPT
     attention: str | None = "shared"
 
 
@@ -48,7 +55,7 @@ def read(metrics):
 def test_a_request_is_counted_from_its_prompt_to_its_end():
     metrics = made()
     metrics.queued(0.01)
-    metrics.prompt(10, device=64, host=32, miss="diverged")
+    metrics.prompt({"computed": 10, "device": 64, "host": 32}, "diverged")
     metrics.first_token(0.2)
     metrics.answer(5, 0.4)
     metrics.ended("tool_calls", 0.6)
@@ -79,7 +86,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens():
 
 def test_a_cold_prompt_is_a_miss_and_no_hit():
     metrics = made()
-    metrics.prompt(10, miss="cold")
+    metrics.prompt({"computed": 10}, "cold")
     samples = read(metrics)
     assert samples["pando_cache_hits_total",] == 0
     assert samples["pando_cache_misses_total", "cold"] == 1
@@ -158,7 +165,7 @@ def test_a_running_server_shows_what_was_read_once():
 
 def test_routers_find_the_names_of_vllm_when_asked_for():
     metrics = made("vllm")
-    metrics.prompt(10, device=30)
+    metrics.prompt({"computed": 10, "device": 30})
     samples = read(metrics)
     assert samples["vllm:num_requests_running", "tiny"] == 2
     assert samples["vllm:num_requests_waiting", "tiny"] == 4
@@ -203,3 +210,18 @@ def test_a_real_engine_can_be_asked():
     samples = read(Metrics("tiny", engine.stats, "vllm"))
     assert samples["pando_pages",] == 16
     assert samples["vllm:kv_cache_usage_perc", "tiny"] == 0
+
+
+def test_the_tiers_below_the_device_tell_what_they_hold_and_what_was_lost() -> None:
+    text = Metrics("m", Stats).render()[0].decode()
+    for line in (
+        'pando_tier_bytes{tier="disk"} 7.0',
+        'pando_tier_bytes_limit{tier="host"} 10.0',
+        'pando_store_loaded_tokens_total{tier="disk"} 384.0',
+        'pando_store_saved_pages_total{tier="host"} 3.0',
+        'pando_store_lost_pages_total{reason="corrupt"} 1.0',
+        'pando_store_unsaved_pages_total{reason="room"} 2.0',
+        "pando_store_recomputed_tokens_total 64.0",
+        "pando_store_prefetched_pages_total 9.0",
+    ):
+        assert line in text.splitlines()

@@ -18,8 +18,9 @@ ENVELOPE = replies.Envelope("chatcmpl-1", 1_700_000_000, "tiny")
 USAGE = replies.usage(10, 3, 8)
 REPORT: replies.PandoReport = {
     "reuse": "exact",
-    "tokens": {"computed": 2, "device": 8, "host": 0, "disk": 0, "module": 0},
+    "tokens": {"computed": 2, "device": 8, "host": 0, "disk": 0, "remote": 0, "module": 0},
     "repaired": 0,
+    "truncated": None,
     "miss": {"reason": "diverged", "token": 8, "message": 1, "drift": "answer_retokenised", "detail": "send it back unchanged"},
     "time_to_first_token_ms": 12.5,
     "queue_ms": 0.1,

@@ -19,7 +19,7 @@ from ..tiny import END, tiny_model, tiny_tokenizer
 from .clients import ask, client_of, counters, exactly, quoted, wait_for
 from .live import NAME, Live, live
 
-SOURCES = {"computed", "device", "host", "disk", "module"}
+SOURCES = {"computed", "device", "host", "disk", "remote", "module"}
 
 
 @pytest.fixture(scope="module")

@@ -220,6 +220,20 @@ def test_a_registration_that_is_cut_off_leaves_nothing(server: Live) -> None:
     assert '"level": "error"' not in server.log.getvalue()
 
 
+def test_a_client_that_leaves_while_its_schema_is_encoded_leaves_nothing(server: Live) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/schemas?eager=true HTTP/1.1\r\nhost: x\r\nauthorization: Bearer one\r\ncontent-length: {len(TOUR)}\r\n\r\n"
+    with braked(server) as brake:
+        with socket.create_connection((host, int(port)), WAIT) as connection:
+            connection.sendall((head + TOUR).encode())
+            wait_for(lambda: server.service.loop._engine.has_work)
+            assert [card["name"] for card in listed(server)] == ["tour"]
+        brake.let(1)
+        wait_for(lambda: listed(server) == [])
+    server.settle()
+    assert post(server, TOUR).status_code == 200
+
+
 def test_an_eager_schema_is_encoded_before_the_answer_and_its_progress_is_seen(server: Live, client: openai.OpenAI) -> None:
     replies: list[httpx.Response] = []
     seen: list[dict[str, str]] = []
@@ -382,6 +396,25 @@ def test_a_repaired_prompt_answers_as_the_plain_one(server: Live, client: openai
     assert (reply.pando["repaired"], reply.usage.prompt_tokens_details.reuse) == (48, "exact")
     half = complete(client, '<prompt schema="tour"><paris/><rome/> Cats?</prompt>', extra_body={"repair": 0.5})
     assert (half.pando["repaired"], half.usage.prompt_tokens_details.reuse) == (24, "modular")
+
+
+def test_a_schema_says_what_of_its_prompts_is_repaired_unless_they_say(server: Live, client: openai.OpenAI) -> None:
+    prompt = '<prompt schema="tour"><paris/><rome/> Cats?</prompt>'
+    assert post(server, TOUR).json()["repair"] == 0
+    assert post(server, TOUR, query="?repair=0.5").json()["repair"] == 0.5, "the same content, and another share"
+    assert fetch(server, "/v1/schemas/tour", key="one").json()["repair"] == 0.5
+    assert [complete(client, prompt, extra_body=more).pando["repaired"] for more in ({}, {"repair": 0}, {"repair": 1})] == [24, 0, 48]
+    assert chat(client, prompt).pando["repaired"] == 24
+    assert post(server, TOUR).json()["repair"] == 0.5, "who does not speak of it changes nothing"
+    delete(server, "tour")
+    assert post(server, TOUR).json()["repair"] == 0
+
+
+@pytest.mark.parametrize("share", ["1.5", "-0.1", "nan", "much"])
+def test_a_share_that_is_none_is_refused_and_nothing_is_registered(server: Live, share: str) -> None:
+    refused = post(server, TOUR, query=f"?repair={share}")
+    assert refused.status_code == 422 and "repair" in refused.json()["error"]["message"]
+    assert not listed(server)
 
 
 def test_streams_answers_stops_and_logprobs_do_not_know_of_modules(server: Live, client: openai.OpenAI) -> None:
@@ -589,6 +622,7 @@ def test_a_schema_of_the_operator_is_everyones_and_may_read_files_below_it(files
                 assert complete(client, '<prompt schema="city"><paris/></prompt>').usage.prompt_tokens == len("Hi. Paris has a tower.")
                 assert chat(client, '<prompt schema="city"><paris/></prompt>').usage.prompt_tokens_details.module_tokens == 22
         assert delete(server, "city").status_code == 403
+        assert post(server, '<schema name="city"/>', query="?repair=0.5").status_code == 403, "nobody repairs for everyone"
         refused = post(server, '<schema name="city">Other</schema>')
         assert refused.status_code == 409 and refused.json()["error"]["code"] == "schema_exists"
         refused = post(server, '<schema name="mine"><module name="paris" src="texts/paris.txt"/></schema>')

@@ -1,0 +1,156 @@
+"""Steps of few tokens as captured graphs: on a GPU their kernels take less time than it takes to ask for them one by one.
+
+A graph is captured for so many tokens, rounded up, and for the kinds of launches that a plan wants; which tokens they are, and which plan,
+lies in buffers that stay. What is padded is written to a page that nobody reads, and reads nothing.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.reads import Reads
+from ..kv.pool import PagePool
+from ..model.decoder import Decoder, Step
+from .batch import Batch, Lowered
+
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)  # tokens
+SPARE = 2.0  # room for larger plans than the one that a graph was captured with
+SEEN = 2  # times that a kind of step is met before it is captured
+
+Repeat = Callable[[], Tensor]
+
+
+class Replaceable(Lowered, Protocol):
+    def replace(self, reads: Reads, positions: Tensor) -> bool:
+        """Takes another plan, if there is room for it."""
+        ...
+
+
+class Kind(NamedTuple):
+    """Steps that the same graph can do, if its buffers are large enough."""
+
+    tokens: int
+    wanted: int
+    launches: Hashable
+
+
+class _Captured:
+    """One kind of step: its buffers, and what repeats it."""
+
+    def __init__(self, kind: Kind, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.host = torch.zeros(4, max(kind.tokens, kind.wanted), dtype=torch.int64, pin_memory=pinned)
+        self.numbers = torch.zeros_like(self.host, device=device)
+        tokens, positions, slots, wanted = self.numbers
+        self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]
+        self.wanted = wanted[: kind.wanted]
+        self.lowering: Replaceable | None = None
+        self.reads: Reads | None = None
+        self.repeat: Repeat | None = None
+
+    def fill(self, batch: Batch, scratch: int) -> None:
+        """One copy for all four."""
+        host = self.host.numpy()
+        for place, (numbers, padding) in enumerate(((batch.tokens, 0), (batch.positions, 0), (batch.slots, scratch), (batch.wanted, 0))):
+            host[place, : len(numbers)] = numbers
+            host[place, len(numbers) :] = padding
+        self.numbers.copy_(self.host, non_blocking=True)
+
+
+class Graphs:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: PagePool,
+        lower: Callable[[Reads, Tensor, float], Replaceable],
+        launches: Callable[[Reads], Hashable],
+        capture: Callable[[Callable[[], Tensor]], Repeat],
+    ) -> None:
+        """`lower` makes a plan ready, with so much spare room; `launches` names what a graph of it could do; `capture` makes of something
+        that was done once what repeats it."""
+        self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
+        self._captured: dict[Kind, _Captured] = {}
+        self._met: Counter[Kind] = Counter()
+        self._broken = False
+        self.captures = self.replays = 0
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """The logits of a step, if it is of a kind that was met before and is small enough."""
+        count = len(batch.tokens)
+        if self._broken or not count or count > SIZES[-1] or len(batch.wanted) == 0:
+            return None
+        kind = Kind(_rounded(count), _rounded(len(batch.wanted)), self._launches(batch.reads))
+        self._met[kind] += 1
+        if self._met[kind] < SEEN:
+            return None
+        try:
+            return self._run(kind, batch)[: len(batch.wanted)]
+        except RuntimeError as error:  # no memory, or a driver that cannot
+            self._broken = True
+            self._captured.clear()
+            log.warning("steps are not captured as graphs, which makes short ones slower: %s", " ".join(str(error).split())[:300])
+            return None
+
+    def _run(self, kind: Kind, batch: Batch) -> Tensor:
+        entry = self._captured.get(kind) or _Captured(kind, self._pool.k.device)
+        entry.fill(batch, self._pool.scratch)
+        if entry.reads is not batch.reads:
+            entry.reads = batch.reads
+            padded = np.zeros(kind.tokens, dtype=np.int64)
+            padded[: len(batch.positions)] = batch.positions
+            if entry.lowering is None or not entry.lowering.replace(batch.reads, torch.from_numpy(padded)):
+                entry.repeat = None
+                entry.lowering = self._lower(batch.reads, torch.from_numpy(padded), SPARE)
+        if entry.repeat is not None:
+            self.replays += 1
+            return entry.repeat()
+        logits = self._step(entry).clone()
+        entry.repeat = self._capture(lambda: self._step(entry))
+        self._captured[kind] = entry
+        self.captures += 1
+        return logits
+
+    def _step(self, entry: _Captured) -> Tensor:
+        assert entry.lowering is not None
+        entry.lowering.begin(entry.positions)
+        step = Step(entry.tokens, entry.positions, entry.slots, entry.wanted, entry.lowering.attend)
+        return self._decoder.forward(step, self._pool)
+
+
+def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
+    from ..kernels import gpu
+    from ..kernels.gpu_tiles import sizes
+
+    device, geometry = gpu.Device.of(pool.k.device), decoder.geometry
+    memory = torch.cuda.graph_pool_handle()
+
+    def lower(reads: Reads, positions: Tensor, spare: float) -> Replaceable:
+        return gpu.TritonLowering(device, dtype, reads, positions, geometry, spare)
+
+    def launches(reads: Reads) -> Hashable:
+        return sizes(geometry, dtype, reads, device.processors), bool(reads.shifts.any())
+
+    def capture(work: Callable[[], Tensor]) -> Repeat:
+        torch.cuda.synchronize(device.where)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # other threads move pages meanwhile
+            logits = work()
+
+        def repeat() -> Tensor:
+            graph.replay()
+            return logits
+
+        return repeat
+
+    return Graphs(decoder, pool, lower, launches, capture)
+
+
+def _rounded(count: int) -> int:
+    return next(size for size in SIZES if size >= count)

@@ -1,0 +1,132 @@
+"""The store of an engine: which tiers there are, how large, and what is in them at the start."""
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..config import EngineConfig
+from ..errors import InvalidOption
+from ..kv.pool import PagePool
+from ..kv.segment import Key
+from ..model.load import Model, free_memory
+from ..model.shelf import Shelf
+from ..store.codec import codec
+from ..store.disk import DiskTier
+from ..store.host import HostTier
+from ..store.index import Entry
+from ..store.ledger import Ledger, Page
+from ..store.policy import POLICIES
+from ..store.remote import remote_tier
+from ..store.store import Store
+from ..store.tier import Shape, Tier
+from ..store.transfer import Transfer, mover_of
+
+log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
+BUFFER = 16  # pages that may be on their way out of the pool
+HOST_SHARE, HOST_MOST = 0.25, 16 * 2**30  # of the free memory, beside a GPU: pinning that much takes some seconds
+DISK_SHARE, DISK_MOST = 0.1, 32 * 2**30  # of the free space
+GIB = 2**30
+
+
+def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | None:
+    """None where nothing below the pool is wanted, or nothing is reused at all."""
+    if not config.prefix_caching:
+        return None
+    shape, packed = shape_of(model, config), codec(config.store_codec)
+    layer_bytes = packed.layer_bytes(shape, shape.page_size)
+    page_bytes = shape.layers * layer_bytes
+    disk_bytes = _disk_bytes(config, page_bytes)
+    host_pages = _host_bytes(model, config) // page_bytes
+    if not host_pages and not disk_bytes and config.remote is None:
+        return None
+    below, capacities = list[Tier](), {"host": max(host_pages, 2 * BUFFER) * page_bytes}
+    passing = 2 * BUFFER if disk_bytes or config.remote is not None else 0  # pages beside these, of what host memory does not keep
+    disk = None
+    if disk_bytes:
+        disk = DiskTier(_directory(config), shape)
+        disk.make_room(disk_bytes, ())
+        below.append(disk)
+        capacities["disk"] = disk_bytes
+    if config.remote is not None:
+        below.append(remote_tier(config.remote, shape, config.ttl or None))
+    host = HostTier(shape, max(host_pages, 2 * BUFFER) + passing, layer_bytes, pinned=model.device.type == "cuda")
+    ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None)
+    if disk is not None:
+        _enter(ledger, disk, page_bytes, time.time())
+    log.info("store: %s", ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items()))
+    transfer = Transfer(shape, packed, mover_of(pool, shape, packed), host, below, reserve=passing)
+    if disk is None:
+        return Store(transfer, ledger, below, buffer=BUFFER)
+    return Store(transfer, ledger, below, buffer=BUFFER, tidy=partial(disk.make_room, disk_bytes), touch=disk.touch)
+
+
+def shape_of(model: Model, config: EngineConfig) -> Shape:
+    facts, named = model.config, hashlib.sha256(model.digest).digest()
+    kind = str(model.dtype).removeprefix("torch.")
+    return Shape(named, facts.layers, facts.kv_heads, facts.head_dim, kind, config.page_size, config.store_codec)
+
+
+def _host_bytes(model: Model, config: EngineConfig) -> int:
+    """Beside a GPU, a part of the memory. On a CPU the pool is in host memory itself, and a second copy there would keep nothing longer."""
+    if config.host_gib is not None:
+        return int(config.host_gib * GIB)
+    if model.device.type == "cpu":
+        return 0
+    return min(int(HOST_SHARE * free_memory(_CPU)), HOST_MOST)
+
+
+def _disk_bytes(config: EngineConfig, page_bytes: int) -> int:
+    if config.disk_gib is None:
+        place = _directory(config)
+        while not place.exists():
+            place = place.parent
+        size = min(int(DISK_SHARE * shutil.disk_usage(place).free), DISK_MOST)
+        return size if size >= page_bytes else 0
+    size = int(config.disk_gib * GIB)
+    if 0 < size < page_bytes:
+        raise InvalidOption(
+            f"disk_gib is {config.disk_gib:g} and one page of {config.page_size} tokens takes {page_bytes / GIB:.3f} GiB; "
+            "raise it to hold at least some pages, or give 0 for no disk"
+        )
+    return size
+
+
+def _directory(config: EngineConfig) -> Path:
+    return Path(config.disk_dir).expanduser() if config.disk_dir is not None else Shelf.of_user().store
+
+
+def _enter(ledger: Ledger, disk: DiskTier, page_bytes: int, now: float) -> None:
+    """What is on disk is known to the ledger from the start; what it has no room for, or nobody used for too long, goes. Payloads are not
+    read."""
+    entries = {entry.key: entry for entry in disk.entries()}
+    ledger.pin(entry.key for entry in entries.values() if entry.pinned)
+    places = _places(entries)
+    for key in sorted(places, key=places.__getitem__):
+        used, depth = places[key]
+        ledger.restore("disk", Page(key, page_bytes), -depth, used)
+    ledger.expire(now)
+    disk.drop([key for key, entry in entries.items() if not entry.pinned and not ledger.find([key])])
+
+
+def _places(entries: Mapping[Key, Entry]) -> dict[Key, tuple[float, int]]:
+    """When each page was used, and its depth in its chain, negated: in this order ends go first. The index has when a page was written; who
+    used it used those before it, too. Entries are given least recently used first."""
+    places: dict[Key, tuple[float, int]] = {}
+    for entry in reversed(list(entries.values())):
+        path, key = list[Key](), entry.key
+        while key in entries and key not in places:
+            places[key] = entry.used, 0  # from now on it is known: a damaged index may lead in circles
+            path.append(key)
+            key = entries[key].parent
+        depth = 1 - places[key][1] if key in places else 0
+        for number, key in enumerate(reversed(path), depth):
+            places[key] = entry.used, -number
+    return places

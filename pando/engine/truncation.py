@@ -1,0 +1,282 @@
+"""Truncation on the states themselves: a conversation past the window goes on without its oldest part, and nothing of the rest is computed
+again.
+
+What is left of a prompt is a list of runs like any other: its first tokens where they were, then what was encoded behind the dropped part,
+moved up to them, then what is new. The next turn brings the whole history again. So it is remembered how a history was cut, by the key of
+the last page that matters, and a longer one that begins like it is cut alike. When that no longer fits, what was computed behind the runs
+is a run itself, and is cut in its turn.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import InvalidPrompt, PromptTooLong
+from ..kv.run import Origin, Run
+from ..kv.segment import Key, Lineage, extend_keys, shared_length
+from ..kv.tree import PrefixTree
+from .below import WORTH_KEEPING, Below
+from .imports import wants
+from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
+
+FIRST = 4  # tokens that always stay: attention rests on them, whatever they are
+ANSWER = 4  # an answer may count on the tokens that it asks for, but on no more than one in so many of the window
+REMEMBERED = 2**20  # tokens of histories
+ENDLESS = 2**62
+SYSTEM = ("system", "developer")  # whose messages are no turns
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What is left of a history."""
+
+    spans: tuple[Span, ...] = ()  # of its tokens before `end`, those that stay
+    end: int = 0  # from there on all of them do
+    runs: tuple[Run, ...] = ()  # the first of what is left, wherever that was encoded; the others are computed behind them
+
+    def parts(self, start: int = 0, stop: int = ENDLESS) -> Iterator[Span]:
+        """Where in the history the tokens from one place to another of what is left are."""
+        place = 0
+        for first, end in (*self.spans, (self.end, ENDLESS)):
+            low, high = max(start, place), min(stop, place + end - first)
+            if low < high:
+                yield first + low - place, first + high - place
+            place += end - first
+
+    def left(self, history: Sequence[int]) -> list[int]:
+        return [token for start, stop in self.parts() for token in history[start:stop]]
+
+    @property
+    def placed(self) -> int:
+        """So many of its first tokens are those of the runs."""
+        return sum(map(len, self.runs))
+
+    @property
+    def dropped(self) -> tuple[Span, ...]:
+        ends = [0, *(stop for _, stop in self.spans)]
+        starts = [*(start for start, _ in self.spans), self.end]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    def without(self, ranges: Sequence[Span], runs: Sequence[Run]) -> "Layout":
+        """The same without these parts of what is left. `runs` are what is left then, as far as its states are held."""
+        known = sum(stop - start for start, stop in self.spans)
+        held = sum(map(len, runs)) + sum(stop - start for start, stop in ranges) if runs else 0
+        end = max(ranges[-1][1], known, held)
+        kept = zip([0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), end], strict=True)
+        spans = tuple(span for start, stop in kept for span in self.parts(start, stop))
+        return Layout(spans, next(self.parts(end))[0], tuple(runs))
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A request's prompt, cut, and what to say about it."""
+
+    layout: Layout
+    reason: RecomputeReason | None = None  # why nothing of it is moved
+    diverges: bool = False  # what is held goes on differently behind the runs
+
+    def request(self, asked: Request) -> Request:
+        layout, public = self.layout, asked.public
+        if layout.dropped and not layout.runs:
+            public = min(public, layout.dropped[0][0])
+        own = layout.left(asked.prompt)[layout.placed :]
+        return replace(asked, prompt=own, runs=layout.runs, public=public, repair=0.0, truncation=None, drop=())
+
+    def computed(self, reason: RecomputeReason) -> "Cut":
+        """The same tokens, and none of their states."""
+        return Cut(replace(self.layout, runs=()), reason)
+
+    def told(self, moved: int) -> Truncated:
+        return Truncated(self.layout.dropped, moved, self.reason)
+
+    @property
+    def miss(self) -> Miss | None:
+        return Miss("diverged", self.layout.placed) if self.diverges else None
+
+
+class Truncations:
+    """How histories were cut, and how the next one is."""
+
+    def __init__(
+        self, tree: PrefixTree, below: Below | None, window: int, clock: Callable[[], float], never: RecomputeReason | None
+    ) -> None:
+        """`never`: why no states of this model are ever moved."""
+        self._tree, self._below, self._window, self._clock, self._never = tree, below, window, clock, never
+        self._layouts: OrderedDict[Key, tuple[Layout, list[int]]] = OrderedDict()  # by their last whole page; and the tokens behind it
+        self._weight = 0  # tokens
+
+    # ---- deciding
+
+    def cut(self, asked: Request, home: Lineage) -> Cut | None:
+        """How a prompt is cut; None where it stays whole. `home` is whose its beginning is."""
+        _check(asked)
+        if asked.drop:
+            page = self._tree.page_size
+            inner = [(-(-start // page) * page, stop // page * page) for start, stop in asked.drop]
+            return self._without(Layout(), list(asked.prompt), [span for span in inner if span[0] < span[1]], home)
+        room = wanted_room(asked.params.max_tokens, self._window)
+        if asked.truncation is None or len(asked.prompt) + room <= self._window:
+            return None
+        known = self._recall(asked.prompt, home)
+        lost = known is not None and not self._holds(known.runs, home)
+        layout = replace(known, runs=()) if known is not None and lost else known or Layout()
+        left = layout.left(asked.prompt)
+        if len(left) + room <= self._window:
+            return Cut(layout, "evicted" if lost else None)
+        how = replace(asked.truncation, keep=max(asked.truncation.keep, asked.public))
+        return self._again(layout, left, room, how, home)
+
+    def _again(self, layout: Layout, left: list[int], room: int, how: Truncation, home: Lineage) -> Cut:
+        page = self._tree.page_size
+        keep = -(-max(how.keep, FIRST) // page) * page
+        count = dropped(len(left), keep, room, how, self._window, page)
+        if len(left) - count >= self._window:
+            raise PromptTooLong(
+                f"the first {keep} tokens stay, and what may be dropped of the other {len(left) - keep} does not make room in a context of "
+                f"{self._window}; shorten the system prompt or the last message"
+            )
+        return self._without(layout, left, [(keep, keep + count)], home)
+
+    def _without(self, layout: Layout, left: list[int], ranges: Sequence[Span], home: Lineage) -> Cut:
+        if not ranges:
+            return Cut(layout)
+        if self._never is not None:
+            return Cut(layout.without(ranges, ()), self._never)
+        pieces, diverges = self._pieces(layout, left, home)
+        ranges = [(start, _begin(pieces, stop, self._tree.page_size)) for start, stop in ranges]
+        runs = pieces
+        for start, stop in reversed(ranges):
+            runs = _out_of(runs, start, stop)
+        if all(run.is_plain for run in runs):  # nothing of what was encoded behind the dropped part
+            return Cut(layout.without(ranges, ()), "cold")
+        return Cut(layout.without(ranges, runs), diverges=diverges)
+
+    def _pieces(self, layout: Layout, left: list[int], home: Lineage) -> tuple[list[Run], bool]:
+        """What is left of a history as runs, as far as its states are held; and whether what is held goes on differently from there."""
+        at, page, keys = layout.placed, self._tree.page_size, list[Key]()
+        origin = Origin(layout.runs, at)
+        lineage = Lineage.of(origin.key(home.owner)) if layout.runs else home
+        extend_keys(keys, lineage, left[at:], page)
+        held, diverges = self._held(lineage, home.owner, keys, left[at:], len(left) - at - 1, at)
+        held -= held % page if held % page < WORTH_KEEPING else 0  # a shorter end is lost with the pool
+        own = Run(tuple(left[at : at + held]), at, origin)
+        return [*layout.runs, *([own] if len(own) else [])], diverges
+
+    def _holds(self, runs: Sequence[Run], home: Lineage) -> bool:
+        """Are all of them in the tree, or in a tier below it that is worth the loading?"""
+        for want in wants(home.owner, runs, self._tree.page_size, plain=home):
+            held, _ = self._held(want.lineage, home.owner, want.keys, want.path, len(want.path), want.origin.start)
+            if held < len(want.path):
+                return False
+        return True
+
+    def _held(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int) -> tuple[int, bool]:
+        """How many of these tokens there are states of; and whether what is known goes on differently from there."""
+        match = self._tree.match(lineage, keys, tokens, limit, self._clock(), first=first)
+        self._tree.forget_bare(match.stem)
+        held, settled = match.length - first, match.stem.end - first
+        found = self._below.look(lineage, tenant, keys, tokens, settled, limit) if self._below is not None and held < limit else None
+        return (held, match.diverges) if found is None else (max(held, settled + found.tokens), False)
+
+    # ---- remembering
+
+    def remember(self, history: Sequence[int], layout: Layout, home: Lineage) -> None:
+        page, keys = self._tree.page_size, list[Key]()
+        extend_keys(keys, home, history[: layout.end], page)
+        self._forget(keys[-1])
+        self._layouts[keys[-1]] = layout, list(history[len(keys) * page : layout.end])
+        self._weight += layout.end
+        while self._weight > REMEMBERED:
+            self._forget(next(iter(self._layouts)))
+
+    def _recall(self, history: Sequence[int], home: Lineage) -> Layout | None:
+        """Of the histories that this one continues, how the longest was cut."""
+        page, keys = self._tree.page_size, list[Key]()
+        extend_keys(keys, home, history, page)
+        for place in range(len(keys), 0, -1):
+            layout, rest = self._layouts.get(keys[place - 1], (None, []))
+            if layout is not None and list(history[place * page : layout.end]) == rest:
+                self._layouts.move_to_end(keys[place - 1])
+                return layout
+        return None
+
+    def _forget(self, key: Key) -> None:
+        if key in self._layouts:
+            self._weight -= self._layouts.pop(key)[0].end
+
+
+def wanted_room(max_tokens: int | None, window: int) -> int:
+    """What an answer may count on."""
+    most = max(1, window // ANSWER)
+    return most if max_tokens is None else min(max_tokens, most)
+
+
+def dropped(length: int, keep: int, room: int, how: Truncation, window: int, page: int) -> int:
+    """How many tokens go: enough for the answer, and for the next turns, but for these nothing of what was said last."""
+    enough = -(-(length + room - window) // page) * page
+    wanted = -(-(length - int(how.share * window)) // page) * page
+    older = (length - how.recent - keep) // page * page
+    most = (length - 1 - keep) // page * page
+    return max(0, min(most, max(enough, min(wanted, older))))
+
+
+def of_conversation(render: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message], tokens: Sequence[int]) -> Truncation:
+    """What stays of a conversation: what its template writes before the first message that is not the system's, and the last message."""
+    first = next((place for place, message in enumerate(messages) if message.get("role") not in SYSTEM), len(messages) - 1)
+    keep = _before(render, messages[: first + 1], tokens)
+    return Truncation(keep, len(tokens) - (_before(render, messages, tokens) or keep))
+
+
+def _before(render: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message], tokens: Sequence[int]) -> int:
+    """How many tokens stand before the content of the last message: as many as it has in common with a conversation that ends otherwise."""
+    *others, last = messages
+    other = {**last, "content": "1" if str(last.get("content")).startswith("0") else "0"}
+    try:
+        return shared_length(render([*others, other]), tokens)
+    except InvalidPrompt:  # there are templates that want to know more than they are told here
+        return 0
+
+
+def _begin(pieces: Sequence[Run], place: int, page: int) -> int:
+    """The next place from which on what is left can be read: it begins with a page, or with what is not held."""
+    for run in pieces:
+        if run.origin is not None and run.position < place < run.end:
+            start = run.position - len(run.origin.before)
+            return min(run.end, start + -(-(place - start) // page) * page)
+    return place
+
+
+def _out_of(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """The same runs without what stands between two positions; what stands behind moves up."""
+    found = []
+    for run in runs:
+        if run.position < start:
+            found.append(run.part(0, start - run.position))
+        if run.end > stop:
+            rest = run.part(max(0, stop - run.position), len(run))
+            found.append(rest.moved(rest.position - (stop - start)))
+    return found
+
+
+def _check(asked: Request) -> None:
+    if asked.drop and asked.truncation is not None:
+        raise InvalidPrompt("drop says what goes, and truncation chooses it; give one of the two")
+    if asked.runs:
+        raise InvalidPrompt("a prompt made of modules cannot be cut; leave modules out of it instead")
+    if asked.score:
+        raise InvalidPrompt("the logprobs of a prompt are those of all its tokens, so nothing of it can be dropped; shorten it yourself")
+    length, before = len(asked.prompt), 0
+    for span in asked.drop:
+        if not isinstance(span, Sequence) or len(span) != 2 or any(type(place) is not int for place in span):
+            raise InvalidPrompt(f"drop has {span!r}; each part is a pair of whole numbers, its first token and its end")
+        start, stop = span
+        if not 0 <= start < stop:
+            raise InvalidPrompt(f"drop has {start} to {stop}, which is no part of a prompt; the first is at least 0 and below the end")
+        if stop >= length:
+            raise InvalidPrompt(f"drop has {start} to {stop}, and the prompt has {length} tokens, the last of which is needed")
+        if start < before:
+            raise InvalidPrompt(f"drop has {start} to {stop} behind a part that ends at {before}; give them in order, without overlaps")
+        before = stop

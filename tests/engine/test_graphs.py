@@ -1,0 +1,105 @@
+"""Captured steps. Without a GPU, what is captured is simply done again: that tells whether buffers, padding and plans are kept right."""
+
+from collections.abc import Callable, Hashable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pando.engine.engine import Engine
+from pando.engine.graphs import Graphs
+from pando.engine.request import Request
+from pando.kernels import reference
+from pando.kernels.reads import Reads
+from pando.kernels.reference import Geometry
+from pando.model.load import Model
+from tests.tiny import greedy, run, tiny_engine, tiny_model
+
+
+class Slow:
+    """A plan in the definition's hands, with room for so many reads."""
+
+    def __init__(self, geometry: Geometry, reads: Reads, positions: Tensor, spare: float) -> None:
+        self._geometry, self._room = geometry, int(len(reads.tokens) * spare)
+        self._reads, self._positions = list(reads.each()), positions
+
+    def replace(self, reads: Reads, positions: Tensor) -> bool:
+        fits = len(reads.tokens) <= self._room
+        if fits:
+            self._reads, self._positions = list(reads.each()), positions
+        return fits
+
+    def begin(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attend(q, k, v, self._reads, self._positions, self._geometry)
+
+
+def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda reads: None) -> Graphs:
+    pool, decoder = engine.pool, engine.model.decoder
+    page = torch.full((pool.k.shape[0], pool.page_size, *pool.k.shape[2:]), float("nan"))  # whoever reads what pads a step will know
+    pool.k, pool.v = torch.cat((pool.k, page), dim=1), torch.cat((pool.v, page), dim=1)
+    engine.graphs = Graphs(decoder, pool, lambda reads, at, spare: Slow(decoder.geometry, reads, at, spare), launches, lambda work: work)
+    return engine.graphs
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 37 + place * 11) % 256 for place in range(length)]
+
+
+def test_captured_steps_answer_as_others_do_while_rows_come_and_go(model: Model) -> None:
+    asked = [Request(str(i), prompt(i % 3, 9 + i), greedy(3 + 2 * i)) for i in range(7)]
+    engine = tiny_engine(model, max_num_seqs=5)
+    graphs = captured(engine)
+    found = {name: [event.token for event in events] for name, events in run(engine, asked).items()}
+    plain = {name: [event.token for event in events] for name, events in run(tiny_engine(model, max_num_seqs=5), asked).items()}
+    assert found == plain
+    assert graphs.replays > graphs.captures > 0
+
+
+def test_a_plan_that_a_graph_has_no_room_for_is_captured_anew(model: Model) -> None:
+    engine = tiny_engine(model, max_num_seqs=16)
+    graphs = captured(engine)
+    for count in (2, 2, 12, 12):
+        names = [f"{count} {i}" for i in range(count)]
+        events = run(engine, [Request(name, prompt(i, 30), greedy(4)) for i, name in enumerate(names)])
+        for i, name in enumerate(names):
+            alone = run(tiny_engine(model), [Request("alone", prompt(i, 30), greedy(4))])["alone", 0]
+            assert [event.token for event in events[name, 0]] == [event.token for event in alone]
+    assert graphs.captures > 2
+
+
+def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    engine = tiny_engine(model)
+    graphs = captured(engine)
+
+    def broken(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs._capture = broken
+    expected = run(tiny_engine(model), [Request("r", prompt(1, 20), greedy(8))])["r", 0]
+    assert [e.token for e in run(engine, [Request("r", prompt(1, 20), greedy(8))])["r", 0]] == [e.token for e in expected]
+    assert [record.message for record in caplog.records if "captured" in record.message] != []
+    assert len([record for record in caplog.records if "captured" in record.message]) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_captured_steps_answer_as_others_do(dtype: torch.dtype) -> None:
+    from pando.bench.random_model import random_model
+
+    model = random_model("smollm2-135m", torch.device("cuda"), dtype)
+    asked = [Request(str(i), prompt(i % 3, 70 + 9 * i), greedy(20 + 5 * i)) for i in range(12)]
+    options = {"page_size": 64, "kv_cache_tokens": 16384, "max_num_batched_tokens": 512}
+    plain = run(tiny_engine(model, cuda_graphs=False, **options), asked)
+    engine = tiny_engine(model, **options)
+    found = run(engine, asked)
+    assert engine.graphs is not None and engine.graphs.replays > engine.graphs.captures
+    same = [[e.token for e in found[name]] == [e.token for e in plain[name]] for name in plain]
+    assert all(same) if dtype == torch.float32 else sum(same) >= 10  # in 16 bits, a tie may fall either way

@@ -1,0 +1,363 @@
+"""What outlives the pool: conversations that come back from host memory, from disk and after a restart, through tiers that may fail."""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pando.engine.engine import Engine
+from pando.engine.llm import LLM
+from pando.engine.request import Request, Tenant
+from pando.errors import InvalidOption
+from pando.kv.segment import Key
+from pando.model.load import Model
+from pando.store.tier import Card, Lost, Reader, Tier
+from tests.tiny import drain, greedy, run, tiny_config, tiny_engine, tiny_model
+
+POOL = 160  # tokens: one conversation, and not much more
+LITTLE, ENOUGH = 0.00001, 0.01  # GiB
+PAGE = 4
+OURS = Tenant()
+
+
+def engine_of(model: Model, folder: Path | None, **options: object) -> Engine:
+    defaults: dict[str, object] = {"kv_cache_tokens": POOL, "page_size": PAGE}
+    if folder is not None:
+        defaults |= {"disk_gib": ENOUGH, "disk_dir": str(folder)}
+    return tiny_engine(model, **{**defaults, **options})
+
+
+def tokens_of(engine: Engine, prompt: Sequence[int], tenant: Tenant = OURS, count: int = 6) -> list[int]:
+    return [event.token for event in ask(engine, prompt, tenant, count)]
+
+
+def ask(engine: Engine, prompt: Sequence[int], tenant: Tenant = OURS, count: int = 6):  # type: ignore[no-untyped-def]
+    return run(engine, [Request("r", list(prompt), greedy(count), tenant)])["r", 0]
+
+
+def cold(model: Model, prompt: Sequence[int], count: int = 6) -> list[int]:
+    return tokens_of(tiny_engine(model, prefix_caching=False), prompt, count=count)
+
+
+def words(seed: int, length: int) -> list[int]:
+    return [random.Random(f"{seed} {place}").randrange(256) for place in range(length)]
+
+
+def settled(engine: Engine) -> None:
+    """Everything that is on its way has arrived."""
+    assert engine.store is not None
+    deadline = time.monotonic() + 20
+    while engine.tend() is not None or not quiet(engine):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def quiet(engine: Engine) -> bool:
+    """Have the threads that move bytes nothing to do?"""
+    reached = threading.Event()
+    assert engine.store is not None
+    engine.store._writer.post(reached.set)
+    return reached.wait(10) and not engine.store.busy
+
+
+def evict(engine: Engine) -> None:
+    settled(engine)
+    engine.clear_cache()
+
+
+def whole(engine: Engine) -> None:
+    """Nothing of the pool is lost, and nothing pinned, when nobody asks for anything."""
+    settled(engine)
+    engine.clear_cache()
+    assert engine.pages.free == engine.pages.count
+    assert not list(engine.tree.stems())
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+def test_a_conversation_that_left_the_pool_continues_from_host_memory(model: Model) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH)
+    prompt = words(1, 70)
+    ask(engine, prompt)
+    evict(engine)
+    events = ask(engine, prompt)
+    assert [event.token for event in events] == cold(model, prompt)
+    assert events[0].reuse.tiers == {"host": 68}
+    assert events[0].num_cached_tokens == 68
+    whole(engine)
+
+
+def test_a_conversation_continues_after_a_restart(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path)
+    prompt = words(2, 90)
+    answer = tokens_of(first, prompt, count=30)
+    first.close()
+    second = engine_of(model, tmp_path)
+    events = ask(second, [*prompt, *answer, *words(3, 9)])
+    assert [event.token for event in events] == cold(model, [*prompt, *answer, *words(3, 9)])
+    assert events[0].reuse.tiers["disk"] >= 116  # all but an end that is too short to be kept
+    assert events[0].reuse.miss is None
+    whole(second)
+    second.close()
+
+
+def test_the_short_end_of_a_conversation_is_kept_too(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path, page_size=64, kv_cache_tokens=512)
+    prompt = words(4, 100)
+    ask(first, prompt, count=1)
+    first.close()
+    second = engine_of(model, tmp_path, page_size=64, kv_cache_tokens=512)
+    assert ask(second, [*prompt, 1, 2, 3])[0].reuse.tiers == {"disk": 100}
+    second.close()
+
+
+def test_a_page_is_saved_once_however_many_turns_share_it(model: Model, tmp_path: Path) -> None:
+    engine = engine_of(model, tmp_path)
+    prompt = words(5, 40)
+    for turn in range(4):
+        ask(engine, [*prompt, *words(turn, 8)], count=1)
+        settled(engine)
+    assert engine.store is not None
+    saved = engine.store.facts().saved
+    assert saved["host"] == saved["disk"] == 10 + 4 * 2
+    engine.close()
+
+
+def test_tenants_do_not_share_what_is_kept(model: Model, tmp_path: Path) -> None:
+    prompt, mine, yours = words(6, 60), Tenant(b"mine"), Tenant(b"yours")
+    first = engine_of(model, tmp_path)
+    ask(first, prompt, mine)
+    first.close()
+    second = engine_of(model, tmp_path)
+    assert ask(second, prompt, yours)[0].num_cached_tokens == 0
+    assert ask(second, [*prompt, 7], mine)[0].num_cached_tokens == 60
+    second.close()
+
+
+def test_another_models_pages_are_not_used(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path)
+    ask(first, words(7, 60))
+    first.close()
+    other = tiny_model(seed=1)
+    second = engine_of(other, tmp_path)
+    events = ask(second, words(7, 60))
+    assert events[0].num_cached_tokens == 0
+    assert [event.token for event in events] == cold(other, words(7, 60))
+    second.close()
+
+
+def test_what_was_damaged_on_disk_is_computed_again_and_says_so(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path)
+    prompt = words(8, 80)
+    ask(first, prompt)
+    first.close()
+    for file in (file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size > 600 and "sqlite" not in file.name):
+        raw = bytearray(file.read_bytes())
+        raw[-5] ^= 1  # in the last layer: found when the first was used already
+        file.write_bytes(raw)
+    second = engine_of(model, tmp_path)
+    events = ask(second, prompt)
+    assert [event.token for event in events] == cold(model, prompt)
+    assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
+    assert events[0].num_cached_tokens == 0
+    assert second.store is not None and second.store.facts().lost["corrupt"] >= 1
+    whole(second)
+    second.close()
+
+
+def test_a_prompt_of_many_requests_is_loaded_once(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path)
+    prompt = words(9, 40)
+    ask(first, prompt)
+    first.close()
+    second = engine_of(model, tmp_path)
+    events = run(second, [Request(str(i), [*prompt, i], greedy(4)) for i in range(6)])
+    assert second.store is not None
+    assert second.store.facts().loaded == {"disk": 40}
+    for i in range(6):
+        assert [event.token for event in events[str(i), 0]] == cold(model, [*prompt, i], 4)
+    whole(second)
+    second.close()
+
+
+class Faulty:
+    """A tier that delays, cuts short, corrupts and raises, as a seeded dice says. What it corrupts, its checksum tells."""
+
+    def __init__(self, inner: Tier, dice: random.Random, share: float, delay: float = 0.0) -> None:
+        self.inner, self.dice, self.share, self.delay, self.name = inner, dice, share, delay, inner.name
+
+    def _fails(self) -> bool:
+        if self.delay:
+            time.sleep(self.delay)
+        return self.dice.random() < self.share
+
+    def look(self, keys: Sequence[Key]) -> int:
+        count = self.inner.look(keys)
+        return self.dice.randrange(count + 1) if self._fails() else count
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        return [] if self._fails() else self.inner.ends(parent)
+
+    def open(self, key: Key) -> Reader:
+        if self._fails():
+            raise Lost("absent")
+        return FaultyReader(self, self.inner.open(key))
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        if self._fails():
+            raise Lost("unreadable", "no space left on device")
+        self.inner.save(card, layers)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        self.inner.drop(keys)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyReader:
+    def __init__(self, tier: Faulty, inner: Reader) -> None:
+        self._tier, self._inner, self.card = tier, inner, inner.card
+
+    def layer(self, index: int, into: memoryview) -> None:
+        self._inner.layer(index, into)
+        if self._tier._fails():
+            into[:] = bytes(len(into))
+            raise Lost("corrupt", "a flipped bit")
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def spoil(engine: Engine, dice: random.Random, share: float, delay: float = 0.0) -> None:
+    store = engine.store
+    assert store is not None
+    bad = tuple(Faulty(tier, dice, share, delay) for tier in store.below)
+    store.below = bad
+    store.transfer.tiers.update({tier.name: tier for tier in bad})
+
+
+def test_rows_answer_on_while_another_ones_context_is_loaded(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path, kv_cache_tokens=512)
+    prompt = words(10, 60)
+    ask(first, prompt)
+    first.close()
+    engine = engine_of(model, tmp_path, kv_cache_tokens=1024)
+    spoil(engine, random.Random(0), 0.0, delay=0.003)  # for 15 pages to open, and two layers of each
+    engine.add(Request("talks", words(11, 5), greedy(450)))
+    engine.step()
+    engine.add(Request("loads", prompt, greedy(3)))
+    before = 0
+    while True:
+        events = engine.step()
+        if any(event.request_id == "loads" for event in events):
+            break
+        before += len(events)
+    assert before > 5
+    assert "talks" in {event.request_id for events in drain(engine).values() for event in events}
+    whole(engine)
+    engine.close()
+
+
+def test_a_row_alone_begins_before_its_last_layer_is_there(tmp_path: Path) -> None:
+    deep = tiny_model(layers=6)
+    first = engine_of(deep, tmp_path)
+    prompt = words(12, 60)
+    ask(first, prompt)
+    first.close()
+    engine = engine_of(deep, tmp_path)
+    spoil(engine, random.Random(0), 0.0, delay=0.002)
+    ready: list[tuple[int, int]] = []
+    layer = engine.pool.layer
+
+    def watched(index: int):  # type: ignore[no-untyped-def]
+        found = layer(index)
+        ready.extend((index, len(load._layers)) for load in engine.pool.arrivals)  # type: ignore[attr-defined]
+        return found
+
+    engine.pool.layer = watched  # type: ignore[method-assign]
+    assert tokens_of(engine, prompt) == cold(deep, prompt)
+    assert ready[0][0] == 0 and ready[0][1] < 6
+    engine.close()
+
+
+def test_a_request_that_is_cancelled_while_its_context_comes_leaves_nothing_behind(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, tmp_path)
+    ask(first, words(13, 60))
+    first.close()
+    engine = engine_of(model, tmp_path)
+    spoil(engine, random.Random(0), 0.0, delay=0.005)
+    engine.add(Request("other", words(14, 5), greedy(40)))
+    engine.step()
+    engine.add(Request("gone", words(13, 60), greedy(3)))
+    engine.step()
+    assert engine.scheduler.loading
+    engine.cancel("gone")
+    assert not engine.scheduler.loading
+    drain(engine)
+    whole(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_fails_the_answers_are_those_of_a_cold_run(model: Model, tmp_path: Path, seed: int, expected: "Expected") -> None:
+    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail."""
+    dice = random.Random(seed)
+    engine = engine_of(model, tmp_path, host_gib=dice.choice((0, LITTLE, ENOUGH)), kv_cache_tokens=dice.choice((POOL, 320)))
+    spoil(engine, dice, dice.choice((0.0, 0.02, 0.2)))
+    for restart in range(2):
+        for _ in range(5):
+            chosen = dice.sample(range(6), dice.randrange(1, 4))
+            asked = {str(each): expected.turn(each, dice.randrange(3)) for each in chosen}
+            events = run(engine, [Request(name, prompt, greedy(6)) for name, (prompt, _) in asked.items()])
+            for name, (_, answer) in asked.items():
+                assert [event.token for event in events[name, 0]] == answer
+            if dice.random() < 0.3:
+                engine.clear_cache()
+        whole(engine)
+        engine.close()
+        if not restart:
+            engine = engine_of(model, tmp_path, host_gib=0)
+            spoil(engine, dice, 0.05)
+
+
+class Expected:
+    """Conversations of several turns, and what a cold run answers."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._known: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+
+    def turn(self, conversation: int, number: int) -> tuple[list[int], list[int]]:
+        if (conversation, number) not in self._known:
+            before, answer = self.turn(conversation, number - 1) if number else (words(conversation % 2, 20), [])
+            prompt = [*before, *answer, *words(100 * conversation + number, 17)]
+            self._known[conversation, number] = prompt, cold(self._model, prompt)
+        return self._known[conversation, number]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> Expected:
+    return Expected(model)
+
+
+def test_a_disk_bound_below_one_page_is_refused(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="one page of 4 tokens takes"):
+        engine_of(model, tmp_path, disk_gib=1e-9)
+
+
+def test_a_directory_that_cannot_be_written_costs_no_answer(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    engine = engine_of(model, tmp_path / "file" / "store")
+    assert tokens_of(engine, words(15, 30)) == cold(model, words(15, 30))
+    engine.close()
+
+
+def test_nothing_is_kept_below_unless_it_is_asked_for(model: Model) -> None:
+    assert LLM.from_config(tiny_config(), model).engine.store is None

@@ -1,0 +1,134 @@
+"""What an engine finds below the pool when it starts."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pando.engine import tiers
+from pando.engine.request import Request
+from pando.kv.segment import Key
+from pando.store.disk import DiskTier
+from pando.store.index import Entry
+from pando.store.ledger import Ledger, Page
+from pando.store.policy import LRU
+from tests.store.pages import SHAPE, card, chain, keys, layers
+from tests.tiny import greedy, run, tiny_engine, tiny_model
+
+PAGE = 10  # bytes
+
+
+class Told:
+    """A disk of which only the index is known, and what was dropped from it."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.told = sorted(entries, key=lambda entry: entry.used)
+        self.dropped: list[Key] = []
+
+    def entries(self) -> list[Entry]:
+        return self.told
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        self.dropped += keys
+
+
+def entry(key: str, parent: str, used: float, pinned: int = 0) -> Entry:
+    return Entry("shape", key.encode(), parent.encode(), b"tenant", 4, PAGE, used, used, pinned)
+
+
+def enter(entries: Sequence[Entry], pages: int = 100, ttl: float | None = None, now: float = 100) -> tuple[Ledger, list[Key]]:
+    ledger, disk = Ledger({"host": PAGE, "disk": pages * PAGE}, LRU(), ttl), Told(entries)
+    tiers._enter(ledger, disk, PAGE, now)  # type: ignore[arg-type]
+    return ledger, disk.dropped
+
+
+def leaves_first(ledger: Ledger) -> list[str]:
+    """The pages in the order in which the ledger lets them go for new ones."""
+    gone = []
+    while (held := list(ledger.held("disk"))) and any(page.used < 1000 for page in held):
+        moves = ledger.keep("disk", [Page(f"new {len(gone)}".encode(), PAGE)], 1000).moves
+        gone += [move.key.decode() for move in moves]
+    return gone
+
+
+def test_a_chain_leaves_from_its_end_although_its_beginning_was_written_first() -> None:
+    ledger, dropped = enter([entry("a", "root", 1), entry("b", "a", 5), entry("c", "b", 9), entry("x", "root", 7)], pages=4)
+    assert not dropped
+    assert leaves_first(ledger) == ["x", "c", "b", "a"], "whoever wrote c used a, later than anyone used x"
+
+
+def test_what_two_conversations_share_is_as_young_as_the_younger() -> None:
+    told = [entry("s", "root", 1), entry("a", "s", 2), entry("b", "s", 9), entry("x", "root", 5)]
+    assert leaves_first(enter(told, pages=4)[0]) == ["a", "x", "b", "s"]
+
+
+def test_what_was_used_too_long_ago_goes_from_disk_when_the_engine_starts() -> None:
+    told = [entry("a", "root", 1), entry("b", "a", 60), entry("c", "b", 2), entry("x", "root", 3), entry("p", "root", 4, pinned=1)]
+    ledger, dropped = enter(told, ttl=50, now=100)
+    assert sorted(dropped) == [b"c", b"x"], "b was used lately, so a was; p is pinned"
+    assert ledger.find([b"a", b"b"]) == ["disk", "disk"] and ledger.find([b"p"]) == ["disk"]
+    assert ledger.used["disk"] == 3 * PAGE
+
+
+def test_a_pinned_page_is_pinned_once_however_many_continue_it() -> None:
+    ledger, _ = enter([entry("p", "root", 1, pinned=1), entry("a", "p", 2), entry("b", "p", 3)], pages=3)
+    assert leaves_first_but_pinned(ledger) == [b"a", b"b"]
+    ledger.unpin([b"p"])
+    assert ledger.keep("disk", [Page(b"last", PAGE)], 2000).moves[0].key == b"p"
+
+
+def leaves_first_but_pinned(ledger: Ledger) -> list[Key]:
+    return [move.key for name in (b"m", b"n") for move in ledger.keep("disk", [Page(name, PAGE)], 1000).moves]
+
+
+def test_more_than_fits_is_dropped_from_disk_but_for_what_is_pinned() -> None:
+    told = [entry("p", "root", 1, pinned=1), entry("q", "p", 2, pinned=1), entry("a", "root", 3), entry("b", "root", 4)]
+    assert enter(told, pages=3)[1] == [b"a"]
+    assert sorted(enter(told, pages=1)[1]) == [b"a", b"b"]
+
+
+def test_an_index_that_leads_in_circles_is_entered_all_the_same() -> None:
+    ledger, dropped = enter([entry("a", "c", 1), entry("b", "a", 2), entry("c", "b", 3), entry("d", "d", 4)])
+    assert not dropped and ledger.used["disk"] == 4 * PAGE
+
+
+def test_thirty_thousand_pages_behind_one_system_prompt_enter_in_a_moment() -> None:
+    """Three thousand conversations of nine pages that share a thousand: walking each from its first page on would take minutes."""
+    told = [entry(f"s{i}", f"s{i - 1}", 0) for i in range(1000)]
+    for talk in range(3000):
+        told += [entry(f"{talk}.{i}", f"{talk}.{i - 1}" if i else "s999", 1 + talk) for i in range(9)]
+    start = time.process_time()
+    ledger, dropped = enter(told, pages=40_000)
+    assert time.process_time() - start < 3
+    assert not dropped and ledger.used["disk"] == len(told) * PAGE
+
+
+def test_files_that_outlived_their_time_are_gone_after_a_restart(tmp_path: Path) -> None:
+    times = iter([10.0, 20.0, 1000.0])
+    disk = DiskTier(tmp_path, SHAPE, clock=lambda: next(times))
+    [old, older], new = chain(2), card(500)
+    for page in (old, older, new):
+        disk.save(page, layers(page))
+    ledger = Ledger({"disk": 10**9}, LRU(), ttl=100)
+    tiers._enter(ledger, disk, PAGE, now=1050)
+    disk.close()
+    again = DiskTier(tmp_path, SHAPE)
+    assert (again.look(keys([old])), again.look([new.key])) == (0, 1)
+    again.close()
+
+
+@pytest.mark.parametrize(("later", "found"), [(10, {"disk": 40}), (100, {})])
+def test_an_engine_that_starts_again_finds_what_was_used_lately(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, later: float, found: dict[str, int]
+) -> None:
+    model, request = tiny_model(), Request("r", list(range(41)), greedy(1))
+    first = tiny_engine(model, disk_gib=0.01, disk_dir=str(tmp_path), ttl=60)
+    run(first, [request])
+    first.close()
+    now = time.time() + later
+    monkeypatch.setattr(time, "time", lambda: now)
+    second = tiny_engine(model, disk_gib=0.01, disk_dir=str(tmp_path), ttl=60)
+    [event] = run(second, [request])["r", 0]
+    second.close()
+    assert event.reuse.tiers == found

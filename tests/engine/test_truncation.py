@@ -1,0 +1,604 @@
+"""Conversations that outgrow the window: the oldest part goes, and the rest is not computed again."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pando.engine.engine import Engine
+from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
+from pando.engine.row import Row, Schedule
+from pando.engine.sampler import Chosen
+from pando.engine.truncation import Layout, dropped
+from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from pando.kernels import reference
+from pando.kv.pages import Pages
+from pando.kv.pool import PagePool
+from pando.kv.run import Origin, Run
+from pando.model.config import Rope
+from pando.model.decoder import Step, geometry
+from pando.model.load import Model
+
+from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
+from .test_store import settled
+
+PAGE, WINDOW, KEEP = 4, 128, 8
+AUTO = Truncation(keep=KEEP)
+
+
+def words(seed: int, count: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(256) for _ in range(count)]
+
+
+def ask(name: str, prompt: list[int], tokens: int = 6, how: Truncation | None = AUTO, **more: object) -> Request:
+    return Request(name, prompt, greedy(tokens), truncation=how, **more)  # type: ignore[arg-type]
+
+
+def events(engine: Engine, request: Request) -> list[TokenEvent]:
+    return run(engine, [request])[request.request_id, 0]
+
+
+def answer(engine: Engine, request: Request) -> list[int]:
+    return [event.token for event in events(engine, request)]
+
+
+def small(model: Model | None = None, **options: object) -> Engine:
+    return tiny_engine(model, **{"max_model_len": WINDOW, **options})
+
+
+class Talk:
+    """A client that brings the whole history with each turn."""
+
+    def __init__(self, engine: Engine, seed: int = 1, opening: int = 90) -> None:
+        self.engine, self.seed, self.turns = engine, seed, 0
+        self.history = words(seed, opening)
+
+    def turn(self, new: int = 12, tokens: int = 6, **more: object) -> TokenEvent:
+        if self.turns:
+            self.history += words(100 * self.seed + self.turns, new)
+        self.turns += 1
+        found = events(self.engine, ask(f"{self.seed}/{self.turns}", list(self.history), tokens, **more))
+        self.history += [event.token for event in found]
+        self.said = [event.token for event in found]
+        return found[-1]
+
+    def until_cut(self) -> TokenEvent:
+        while (event := self.turn()).reuse.truncated is None:
+            assert len(self.history) < 2 * WINDOW
+        return event
+
+
+@pytest.fixture(params=["rope", "alibi"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return tiny_model(positions=request.param)
+
+
+# ---- the states are those of the longer prompt, elsewhere
+
+
+def by_hand(model: Model, history: list[int], new: list[int], start: int, stop: int) -> Tensor:
+    """The logits behind `new`, which reads a history without some of its tokens: only the decoder and the definition of attention."""
+    known, total = len(history), len(history) + len(new)
+    pages = Pages(-(-total // PAGE), PAGE)
+    facts = model.config
+    pool = PagePool(
+        pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=torch.device("cpu")
+    )
+
+    def forward(tokens: list[int], first: int, slots: Tensor, given: list[tuple[int, int, int, int]]) -> Tensor:
+        positions = first + torch.arange(len(tokens))
+        every = torch.arange(len(tokens))
+        reads = [reference.Read(torch.arange(low, high), at, every, torch.full_like(every, shift)) for low, high, at, shift in given]
+        facts = model.decoder.geometry
+        step = Step(
+            torch.tensor(tokens), positions, slots, every[-1:], lambda q, turned, k, v: reference.attend(q, k, v, reads, positions, facts)
+        )
+        return model.decoder.forward(step, pool)
+
+    forward(history, 0, torch.arange(known), [(0, known, 0, 0)])
+    away, at = stop - start, known - (stop - start)
+    reads = [(0, start, 0, 0), (stop, known, stop, -away), (known, total, at, 0)]
+    return forward(new, at, torch.arange(known, total), [read for read in reads if read[0] < read[1]])
+
+
+class Heard(Engine):
+    """Keeps the logits that a token is chosen by."""
+
+    def _sample(self, schedule: Schedule, logits: Tensor) -> dict[Row, Chosen]:
+        if len(logits):
+            self.logits = logits.clone()
+        return super()._sample(schedule, logits)
+
+
+def check(truth: Model, model: Model, attention: str, span: Span) -> None:
+    made = small(model, attention=attention)
+    made.__class__ = Heard
+    assert isinstance(made, Heard)
+    history, new = words(1, 100), words(2, 9)
+    events(made, ask("plain", history, 1))
+    found = events(made, ask("cut", history + new, 1, None, drop=[span]))[0]
+    wanted = by_hand(truth, history, new, *span).float()
+    torch.testing.assert_close(made.logits, wanted, rtol=1e-4, atol=1e-4)
+    told = found.reuse.truncated
+    assert told is not None and told.ranges == (span,) and told.recomputed is None
+    assert (found.num_cached_tokens, told.moved) == (100 - told.dropped, 100 - span[1])
+    events(made, ask("recomputed", [*history[: span[0]], *history[span[1] :], *new], 1))
+    assert (made.logits - wanted).abs().max() > 1e-2, "it is no approximation, so this shows nothing"
+
+
+@pytest.mark.parametrize("attention", ["auto", "shared", "reference"])
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+@pytest.mark.parametrize("span", [(8, 64), (0, 32), (12, 16)])
+def test_a_truncated_prompt_reads_the_old_states_at_new_positions(positions: str, attention: str, span: Span) -> None:
+    check(tiny_model(positions=positions, dtype=torch.float64), tiny_model(positions=positions), attention, span)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=lambda scaling: scaling["type"],
+)
+def test_scaled_rotations_move_too(scaling: dict[str, float | str]) -> None:
+    models = tiny_model(dtype=torch.float64), tiny_model()
+    for model in models:
+        model.decoder.geometry = geometry(replace(model.config, rope=Rope(10000.0, 8, scaling)), model.device)
+    check(*models, "auto", (8, 64))
+
+
+def test_two_parts_are_dropped_and_what_stands_between_them_stays(model: Model) -> None:
+    engine, history = small(model), words(1, 100)
+    events(engine, ask("plain", history, 1))
+    found = events(engine, ask("cut", history + words(2, 9), 6, None, drop=[(8, 32), (40, 60)]))[-1]
+    told = found.reuse.truncated
+    assert told is not None and (told.dropped, told.moved, found.num_cached_tokens) == (44, 48, 56)
+    runs = [
+        Run(tuple(history[:8]), 0, Origin((), 0)),
+        Run(tuple(history[32:40]), 8, Origin((), 32, tuple(history[:32]))),
+        Run(tuple(history[60:100]), 16, Origin((), 60, tuple(history[:60]))),
+    ]
+    by_runs = answer(small(model), Request("runs", words(2, 9), greedy(6), runs=runs))
+    again = answer(engine, ask("again", history + words(2, 9), 6, None, drop=[(8, 32), (40, 60)]))
+    assert again == by_runs, "the same, made from nothing"
+
+
+def test_what_is_not_held_of_the_rest_is_computed_and_parts_of_it_are_left_out(model: Model) -> None:
+    engine, history = small(model), words(1, 60)
+    events(engine, ask("plain", history, 1))
+    found = events(engine, ask("cut", history + words(2, 50), 6, None, drop=[(8, 32), (80, 96)]))[-1]
+    told = found.reuse.truncated
+    assert told is not None and told.ranges == ((8, 32), (80, 96))
+    assert (found.num_cached_tokens, found.num_prompt_tokens) == (36, 70)
+    runs = [Run(tuple(history[:8]), 0, Origin((), 0)), Run(tuple(history[32:60]), 8, Origin((), 32, tuple(history[:32])))]
+    rest = (history + words(2, 50))[60:80] + (history + words(2, 50))[96:]
+    by_runs = answer(small(model), Request("runs", rest, greedy(6), runs=runs))
+    assert answer(engine, ask("again", history + words(2, 50), 6, None, drop=[(8, 32), (80, 96)])) == by_runs
+
+
+# ---- conversations
+
+
+def test_the_turn_that_overflows_computes_nothing_but_its_new_words_and_what_was_half_a_page(model: Model) -> None:
+    talk = Talk(small(model), opening=110)
+    talk.turn()
+    before = talk.engine.totals.tokens
+    event = talk.turn(new=14, tokens=1)
+    told = event.reuse.truncated
+    assert told is not None and told.ranges[0][0] == KEEP
+    assert event.num_prompt_tokens <= WINDOW // 2
+    assert talk.engine.totals.tokens - before == 14 + 1 + 3, "115 tokens were held, and 112 are whole pages"
+    assert event.num_cached_tokens == event.num_prompt_tokens - 18
+    assert (event.reuse.modules, event.reuse.miss, told.moved) == (0, None, event.num_cached_tokens - KEEP)
+
+
+def test_the_next_turn_brings_the_whole_history_and_is_recognised(model: Model) -> None:
+    talk = Talk(small(model))
+    first = talk.until_cut()
+    second = talk.turn()
+    assert first.reuse.truncated and second.reuse.truncated
+    assert second.reuse.truncated.ranges == first.reuse.truncated.ranges
+    assert second.num_prompt_tokens == first.num_prompt_tokens + 6 + 12
+    assert second.num_cached_tokens == second.num_prompt_tokens - 13
+    assert second.reuse.truncated.moved == first.reuse.truncated.moved, "what was said since is where it was computed"
+
+
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+def test_a_conversation_goes_on_and_on(model: Model, attention: str) -> None:
+    """Each time that it overflows again, what was computed behind the moved states is moved in its turn."""
+    talk, drops = Talk(small(model, attention=attention)), [0]
+    for _ in range(40):
+        event = talk.turn()
+        told = event.reuse.truncated
+        assert event.num_prompt_tokens + 6 <= WINDOW
+        if told is None:
+            continue
+        assert told.recomputed is None
+        again = told.dropped > drops[-1]
+        assert event.num_prompt_tokens - event.num_cached_tokens <= 13 + (PAGE - 1) * again, "only what is new is computed"
+        assert told.dropped >= drops[-1]
+        drops += [told.dropped] if again else []
+    assert len(drops) > 8, "it was cut again and again"
+    assert talk.history[:KEEP] == words(1, KEEP)
+    talk.engine.clear_cache()
+    assert talk.engine.pages_in_use == 0
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_ends_that_are_worth_keeping_are_moved_too(model: Model, tiers: bool) -> None:
+    """Then nothing is computed but what is new, and what stands behind begins in the middle of a page."""
+    talk = Talk(tiny_engine(model, page_size=32, max_model_len=400, host_gib=0.01 if tiers else 0), opening=250)
+    cuts, unaligned = list[int](), 0
+    for _ in range(40):
+        event = talk.turn(new=23)
+        told = event.reuse.truncated
+        if told is not None:
+            again = told.dropped > sum(cuts)
+            cuts += [told.dropped - sum(cuts)] if again else []
+            unaligned += bool(told.dropped % 32)
+            assert told.recomputed is None and told.moved
+            assert event.num_prompt_tokens - event.num_cached_tokens <= 24 + 15 * again + 20 * tiers  # what is loaded lacks short ends
+        if tiers:
+            settled(talk.engine)
+            talk.engine.clear_cache()
+    assert len(cuts) > 3 and unaligned
+
+
+def test_all_kernels_agree_on_a_long_conversation(model: Model) -> None:
+    talks = [Talk(small(model, attention=attention)) for attention in ("auto", "shared", "flat", "reference")]
+    for _ in range(20):
+        for talk in talks:
+            talk.turn()
+    assert all(talk.history == talks[0].history for talk in talks)
+
+
+def test_a_prompt_that_fits_is_left_alone(model: Model) -> None:
+    engine = small(model)
+    found = events(engine, ask("x", words(1, WINDOW - 6), 6))
+    assert found[-1].reuse.truncated is None
+    assert [event.token for event in found] == answer(small(model), ask("x", words(1, WINDOW - 6), 6, None))
+
+
+def test_an_answer_of_any_length_counts_on_a_part_of_the_window() -> None:
+    for length, cut in ((WINDOW - 32, False), (WINDOW - 31, True)):
+        engine = small()
+        params = SamplingParams(temperature=0, max_tokens=None)
+        engine.add(Request("x", words(1, length), params, truncation=AUTO))
+        [row] = engine.answers
+        assert (row.truncated is not None) == cut
+
+
+def test_several_answers_share_the_moved_states(model: Model) -> None:
+    talk = Talk(small(model), opening=110)
+    talk.turn()
+    prompt = talk.history + words(7, 10)
+    found = run(talk.engine, [Request("n", prompt, greedy(5, n=3), truncation=AUTO)])
+    assert len({tuple(event.token for event in each) for each in found.values()}) == 1 and len(found) == 3
+    assert all(each[-1].reuse.truncated and each[-1].reuse.truncated.moved == 40 for each in found.values())
+
+
+def test_two_conversations_that_were_cut_alike_share_one_read(model: Model) -> None:
+    engine = small(model, attention="shared", max_num_batched_tokens=256)
+    history = words(1, 117)
+    events(engine, ask("plain", history, 1))
+    for i in range(3):
+        engine.add(ask(f"{i}", history + words(2 + i, 8), 6))
+    shared = set()
+    while engine.has_work:
+        engine.step()
+        shared |= {(read.rows, read.shifts) for read in engine.batcher.plan.shared_reads}
+    assert any(rows == (0, 1, 2) and len(set(shifts)) == 1 and shifts[0] < 0 for rows, shifts in shared)
+
+
+# ---- what is said last stays, and the beginning
+
+
+def test_what_was_said_last_stays_whole_as_long_as_that_leaves_room() -> None:
+    how = Truncation(keep=KEEP, recent=90)
+    assert dropped(200, 8, 6, how, WINDOW, PAGE) == 100, "up to what was said last, and not down to half of the window"
+    assert dropped(300, 8, 6, Truncation(keep=KEEP, recent=250), WINDOW, PAGE) == 180, "only as much of it as must go"
+    assert dropped(200, 8, 6, Truncation(keep=KEEP), WINDOW, PAGE) == 136
+    assert dropped(200, 8, 6, Truncation(keep=KEEP, share=0.8), WINDOW, PAGE) == 100
+
+
+def test_the_first_tokens_stay_even_if_nobody_asks_for_it() -> None:
+    talk = Talk(small(), opening=120)
+    talk.turn(how=Truncation())
+    told = talk.turn(how=Truncation()).reuse.truncated
+    assert told is not None and told.ranges[0][0] == PAGE
+
+
+def test_a_beginning_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(PromptTooLong, match=r"the first 128 tokens stay.*shorten the system prompt or the last message"):
+        small().add(ask("x", words(1, 140), 6, Truncation(keep=126)))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_unless_something_may_be_dropped() -> None:
+    with pytest.raises(PromptTooLong, match=r'shorten the prompt by 13 tokens, or ask for truncation="auto"'):
+        small().add(ask("x", words(1, 140), how=None))
+
+
+# ---- where states cannot be moved they are computed again
+
+
+def test_a_history_that_nobody_knows_is_shortened_and_computed(model: Model) -> None:
+    engine, history = small(model), words(1, 150)
+    found = events(engine, ask("cold", history))
+    told = found[-1].reuse.truncated
+    assert told is not None and (told.moved, told.recomputed) == (0, "cold")
+    assert told.ranges == ((8, 96),)
+    left = history[:8] + history[96:]
+    assert [event.token for event in found] == answer(small(model), ask("plain", left, how=None)), "exact, for what is left"
+    longer = history + [event.token for event in found] + words(2, 10)
+    later = events(engine, ask("later", longer))[-1]
+    assert later.reuse.truncated is not None
+    assert (later.reuse.truncated.ranges, later.reuse.truncated.recomputed) == (told.ranges, None), "it is recognised all the same"
+    assert later.num_cached_tokens == later.num_prompt_tokens - 11
+
+
+def test_a_conversation_that_began_cold_moves_its_states_when_it_overflows_again(model: Model) -> None:
+    talk = Talk(small(model), opening=150)
+    told = talk.turn().reuse.truncated
+    assert told is not None and told.recomputed == "cold"
+    first = told.dropped
+    for _ in range(8):
+        event = talk.turn()
+        assert event.reuse.truncated is not None and event.reuse.truncated.recomputed is None
+        assert event.num_cached_tokens >= event.num_prompt_tokens - 13 - (PAGE - 1)
+    assert event.reuse.truncated.dropped > first and event.reuse.truncated.moved
+
+
+@pytest.mark.parametrize(("options", "positions", "reason"), [({}, "learned", "positions"), ({"prefix_caching": False}, "rope", "off")])
+def test_where_states_cannot_move_the_reason_is_told(options: dict[str, object], positions: str, reason: str) -> None:
+    model = tiny_model(positions=positions)
+    talk = Talk(small(model, **options))
+    event = talk.until_cut()
+    told = event.reuse.truncated
+    assert told is not None and (told.recomputed, told.moved) == (reason, 0)
+    prompt = talk.history[: -len(talk.said)]
+    left = [token for place, token in enumerate(prompt) if not any(start <= place < stop for start, stop in told.ranges)]
+    assert talk.said == answer(small(model), ask("plain", left, how=None))
+    later = talk.turn()
+    assert later.reuse.truncated is not None and later.reuse.truncated.ranges == told.ranges
+
+
+def test_a_pool_without_room_for_what_was_dropped_is_no_reason_to_refuse() -> None:
+    talk = Talk(small(kv_cache_tokens=WINDOW))
+    told = talk.until_cut().reuse.truncated
+    assert told is not None and told.recomputed == "pool"
+    assert all(talk.turn().reuse.truncated for _ in range(10))
+
+
+def test_states_made_behind_states_made_behind_others_are_made_anew_before_the_pool_is_too_small_for_them_all() -> None:
+    talk, reasons = Talk(small(kv_cache_tokens=5 * WINDOW)), list[str | None]()
+    for _ in range(40):
+        told = talk.turn().reuse.truncated
+        reasons += [told.recomputed] if told is not None else []
+    assert set(reasons) == {None, "pool"} and reasons.count("pool") < len(reasons) / 4
+
+
+def test_after_eviction_a_conversation_is_computed_again_and_goes_on(model: Model) -> None:
+    talk = Talk(small(model))
+    first = talk.until_cut().reuse.truncated
+    talk.engine.clear_cache()
+    event = talk.turn()
+    told = event.reuse.truncated
+    assert told and first and (told.ranges, told.recomputed, told.moved) == (first.ranges, "evicted", 0)
+    assert event.reuse.miss is not None and event.reuse.miss.reason == "evicted"
+    later = talk.turn()
+    assert later.num_cached_tokens == later.num_prompt_tokens - 13
+
+
+def test_states_that_are_kept_below_the_pool_are_brought_back_and_moved(model: Model) -> None:
+    """Also those that were computed behind moved ones."""
+    talk, again = Talk(small(model, host_gib=0.01)), 0
+    for _ in range(16):
+        event = talk.turn()
+        told = event.reuse.truncated
+        if told is not None:
+            again += 1
+            assert told.moved and told.recomputed is None
+            assert event.num_prompt_tokens - event.num_cached_tokens <= 13 + 3 * PAGE, "but for ends that are not worth keeping"
+            assert sum(event.reuse.tiers.values()) > 0.8 * event.num_cached_tokens
+        settled(talk.engine)
+        talk.engine.clear_cache()
+    assert again > 10
+
+
+def test_states_that_go_between_asking_and_running_are_made_again() -> None:
+    """Behind what was dropped, as they were: the answer is the same."""
+    talk = Talk(small(), opening=110)
+    talk.turn()
+    prompt = talk.history + words(7, 10)
+    wanted = answer(talk.engine, ask("wanted", prompt))
+    talk.engine.clear_cache()
+    talk.turns, talk.history = 0, words(1, 110)
+    talk.turn()
+    talk.engine.add(ask("late", prompt))
+    talk.engine.clear_cache()
+    found = drain(talk.engine)["late", 0]
+    assert [event.token for event in found] == wanted
+    assert found[-1].reuse.miss is not None and found[-1].reuse.miss.reason == "evicted"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_truncated_row_that_is_preempted_answers_the_same(seed: int) -> None:
+    model, found = tiny_model(), []
+    for tokens in (4096, 340):
+        engine = small(model, kv_cache_tokens=tokens)
+        talk = Talk(engine, opening=110)
+        talk.turn()
+        others = [ask(f"{i}", words(50 + 10 * seed + i, 40), 60, None) for i in range(3)]
+        cut = run(engine, [*others, ask("cut", talk.history + words(7, 10), 30)])
+        found.append({name: [event.token for event in each] for name, each in cut.items()})
+        assert cut["cut", 0][-1].reuse.truncated and cut["cut", 0][-1].reuse.truncated.moved
+    assert engine.scheduler.preemptions
+    assert found[0] == found[1]
+    prompt = talk.history + words(7, 10) + found[1]["cut", 0] + words(8, 4)
+    assert events(engine, ask("next", prompt))[-1].reuse.truncated, "recognised"
+
+
+# ---- other histories
+
+
+def test_an_edited_history_reuses_what_is_shared_and_says_where_it_diverged(model: Model) -> None:
+    talk = Talk(small(model), opening=110)
+    talk.turn()
+    edited = [*talk.history[:100], (talk.history[100] + 1) % 256, *talk.history[101:], *words(7, 10)]
+    event = events(talk.engine, ask("edited", edited))[-1]
+    told = event.reuse.truncated
+    assert told is not None and told.moved
+    assert event.reuse.miss is not None
+    assert (event.reuse.miss.reason, told.whole(event.reuse.miss.token)) == ("diverged", 100)
+    assert event.num_cached_tokens == 100 - told.dropped
+
+
+def test_an_edit_behind_the_moved_states_reuses_what_is_shared_and_says_where_it_diverged(model: Model) -> None:
+    talk = Talk(small(model))
+    talk.until_cut()
+    place = len(talk.history) - 3
+    edited = [*talk.history[:place], (talk.history[place] + 1) % 256, *talk.history[place + 1 :], *words(7, 10)]
+    event = events(talk.engine, ask("edited", edited))[-1]
+    told, miss = event.reuse.truncated, event.reuse.miss
+    assert told is not None and miss is not None
+    assert (miss.reason, told.whole(miss.token)) == ("diverged", place)
+
+
+def test_a_history_that_ends_where_the_moved_states_do_is_answered(model: Model) -> None:
+    talk = Talk(small(model))
+    talk.until_cut()
+    [(layout, _)] = talk.engine.truncations._layouts.values()
+    event = events(talk.engine, ask("shorter", talk.history[: layout.end], 30))[-1]
+    assert event.reuse.truncated is not None
+    assert event.num_cached_tokens == event.num_prompt_tokens - 1 == layout.placed - 1
+
+
+def test_tenants_share_neither_states_nor_what_is_remembered(model: Model) -> None:
+    engine, history = small(model), words(1, 117)
+    anna, bert = Tenant(b"a", b"a"), Tenant(b"b", b"b")
+    events(engine, ask("anna", history, 1, tenant=anna))
+    prompt = history + words(2, 10)
+    reasons = [events(engine, ask(f"{who}", prompt, tenant=who))[-1].reuse.truncated for who in (anna, bert)]
+    assert reasons[0] and reasons[1]
+    assert (reasons[0].recomputed, reasons[1].recomputed) == (None, "cold")
+
+
+def test_a_public_beginning_is_found_where_it_is_everyones(model: Model) -> None:
+    engine, history = small(model), words(1, 117)
+    anna = Tenant(b"a", b"a")
+    events(engine, ask("anna", history, 1, tenant=anna, public=20))
+    event = events(engine, ask("longer", history + words(2, 10), tenant=anna, public=20))[-1]
+    told = event.reuse.truncated
+    assert told is not None and told.ranges[0][0] == 20 and told.moved, "all of it stays"
+    assert event.num_cached_tokens == event.num_prompt_tokens - 11
+
+
+def test_little_is_remembered_of_what_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pando.engine.truncation.REMEMBERED", 400)
+    engine = small()
+    for seed in range(6):
+        Talk(engine, seed).until_cut()
+    assert 0 < len(engine.truncations._layouts) <= 4
+    assert engine.truncations._weight == sum(layout.end for layout, _ in engine.truncations._layouts.values()) <= 400
+
+
+# ---- what makes no sense
+
+
+@pytest.mark.parametrize(
+    ("drop", "told"),
+    [
+        ([(-1, 4)], "no part of a prompt"),
+        ([(8, 8)], "no part of a prompt"),
+        ([(12, 8)], "no part of a prompt"),
+        ([(8, 20), (16, 24)], "in order, without overlaps"),
+        ([(16, 24), (8, 12)], "in order, without overlaps"),
+        ([(8, 100)], "the prompt has 100 tokens, the last of which is needed"),
+        ([(8, 1000)], "the prompt has 100 tokens"),
+        ([(8, 12.5)], "pair of whole numbers"),
+        ([(8, True)], "pair of whole numbers"),
+        ([(8,)], "pair of whole numbers"),
+        ([8], "pair of whole numbers"),
+    ],
+)
+def test_parts_that_cannot_be_dropped_are_refused(drop: object, told: str) -> None:
+    engine = small()
+    with pytest.raises(InvalidPrompt, match=told):
+        engine.add(ask("x", words(1, 100), how=None, drop=drop))
+    assert not engine.has_work
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    engine, prompt = small(), words(1, 100)
+    with pytest.raises(InvalidPrompt, match="give one of the two"):
+        engine.add(ask("x", prompt, drop=[(8, 16)]))
+    with pytest.raises(InvalidPrompt, match="made of modules"):
+        engine.add(ask("x", prompt, runs=[Run((1, 2), 0, Origin((), 0))]))
+    with pytest.raises(InvalidPrompt, match="logprobs"):
+        engine.add(ask("x", prompt, score=True))
+    with pytest.raises(InvalidPrompt, match="no token of this model"):
+        engine.add(ask("x", [*prompt, 999]))
+    for values in ({"keep": -1}, {"keep": 1.5}, {"recent": True}, {"share": 0}, {"share": 1.5}):
+        with pytest.raises(InvalidOption, match=next(iter(values))):
+            Truncation(**values)  # type: ignore[arg-type]
+    assert not engine.has_work
+
+
+def test_parts_are_narrowed_to_whole_pages_and_the_response_says_to_what() -> None:
+    engine = small()
+    narrowed = events(engine, ask("x", words(1, 100), how=None, drop=[(5, 19), (21, 23)]))[-1].reuse.truncated
+    assert narrowed is not None and narrowed.ranges == ((8, 16),)
+    nothing = events(engine, ask("y", words(1, 100), how=None, drop=[(5, 7)]))[-1].reuse.truncated
+    assert nothing is not None and nothing.dropped == 0
+
+
+def test_a_layout_knows_where_its_tokens_were() -> None:
+    layout = Layout(((0, 8), (20, 30)), 40)
+    assert layout.left(list(range(50))) == [*range(8), *range(20, 30), *range(40, 50)]
+    assert layout.dropped == ((8, 20), (30, 40))
+    again = layout.without([(8, 12)], ())
+    assert again.left(list(range(50))) == [*range(8), *range(24, 30), *range(40, 50)]
+    assert (again.dropped, again.end) == (((8, 24), (30, 40)), 40)
+    further = layout.without([(8, 20)], ())
+    assert further.left(list(range(50))) == [*range(8), *range(42, 50)]
+    assert (further.dropped, further.end) == (((8, 42),), 42)
+
+
+# ---- offline
+
+
+def test_a_chat_goes_on_past_the_window_and_keeps_its_system_prompt() -> None:
+    llm = tiny_llm(max_model_len=200)
+    talk = [{"role": "system", "content": "Be brief and kind."}]
+    dropped_tokens = 0
+    for turn in range(12):
+        talk.append({"role": "user", "content": f"This is what I say in turn {turn}."})
+        [output] = llm.chat(talk, greedy(8), truncation="auto")
+        told = output.reuse.truncated
+        if told is not None:
+            opening = "system: Be brief and kind.\nuser: "
+            assert told.ranges[0][0] >= len(opening) and told.ranges[0][0] < len(opening) + 4
+            assert output.num_cached_tokens
+            dropped_tokens = told.dropped
+        talk.append({"role": "assistant", "content": "x" * 8})
+    assert dropped_tokens > 100
+
+
+def test_offline_prompts_are_cut_as_asked() -> None:
+    llm = tiny_llm(max_model_len=WINDOW)
+    prompt = words(1, 100)
+    [cut] = llm.generate(prompt, greedy(4), drop=[(8, 16)])
+    assert cut.reuse.truncated is not None and cut.reuse.truncated.dropped == 8
+    [auto] = llm.generate([words(2, 200)], greedy(4), truncation="auto")
+    assert auto.reuse.truncated is not None and auto.reuse.truncated.recomputed == "cold"
+    streamed = list(llm.stream(words(2, 200), greedy(4), truncation=Truncation(keep=16)))
+    assert streamed[-1].reuse.truncated is not None
+    with pytest.raises(PromptTooLong, match="truncation"):
+        llm.generate([words(2, 200)], greedy(4))
+    with pytest.raises(InvalidOption, match=r"truncation is 'always'; it must be auto, disabled"):
+        llm.generate(prompt, greedy(4), truncation="always")  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""Conversations that outgrow the context, over HTTP."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from pando.server.overflow import MAX_SESSIONS, Overflow
+
+from ..tiny import tiny_model
+from .clients import client_of, fetch
+from .live import NAME, Live, live
+
+WINDOW = 512
+SYSTEM = "Be brief and kind, and answer in one word."
+OPENING = f"system: {SYSTEM}\nuser: "
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(engine={"max_model_len": WINDOW}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with client_of(server) as found:
+        yield found
+
+
+class Talk:
+    """A client that sends the whole conversation with each turn."""
+
+    def __init__(self, client: openai.OpenAI, name: str, **options: Any) -> None:
+        self.client, self.options = client, options
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
+        self.name = name
+
+    def turn(self, **options: Any) -> Any:
+        self.messages.append({"role": "user", "content": f"{self.name} says this in turn {len(self.messages)}."})
+        body = {"ignore_eos": True, "truncation": "auto", **self.options, **options}
+        stream = body.pop("stream", False)
+        asked = {"model": NAME, "messages": self.messages, "temperature": 0, "max_tokens": 8}
+        made = self.client.chat.completions.create(**asked, stream=stream, extra_body=body)
+        reply = made if not stream else list(made)[-1]
+        self.messages.append({"role": "assistant", "content": "A short answer, and always the same."})
+        return reply
+
+    def until_cut(self) -> Any:
+        while (reply := self.turn()).pando["truncated"] is None:
+            assert len(self.messages) < 20
+        return reply
+
+
+def test_a_conversation_past_the_context_goes_on(client: openai.OpenAI) -> None:
+    talk = Talk(client, "Anna")
+    first = talk.until_cut()
+    assert first.pando["reuse"] == first.usage.prompt_tokens_details.reuse == "truncated"
+    told = first.pando["truncated"]
+    assert told["recomputed"] is None and told["moved_tokens"] > 20
+    assert first.usage.prompt_tokens <= WINDOW // 2
+    assert first.usage.prompt_tokens_details.cached_tokens > len(OPENING)
+    second = talk.turn()
+    assert second.pando["truncated"]["dropped_tokens"] == told["dropped_tokens"], "it is recognised"
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+    dropped = [talk.turn().pando["truncated"]["dropped_tokens"] for _ in range(12)]
+    assert dropped == sorted(dropped) and dropped[-1] > 3 * told["dropped_tokens"]
+
+
+def test_tokens_are_counted_without_the_dropped_ones(server: Live, client: openai.OpenAI) -> None:
+    talk = Talk(client, "Berta")
+    reply = talk.until_cut()
+    whole = fetch(server, "/tokenize", {"messages": talk.messages[:-1]}).json()
+    assert reply.usage.prompt_tokens == whole["count"] - reply.pando["truncated"]["dropped_tokens"]
+    assert sum(reply.pando["tokens"].values()) == reply.usage.prompt_tokens
+
+
+def test_a_stream_says_it_too(client: openai.OpenAI) -> None:
+    talk = Talk(client, "Clara")
+    talk.until_cut()
+    last = talk.turn(stream=True, stream_options={"include_usage": True})
+    assert last.pando["truncated"]["dropped_tokens"] and last.pando["reuse"] == "truncated"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_unless_the_client_allows_it(server: Live, client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "much " * 200}]
+    for more in ({}, {"truncation": "disabled"}, {"truncation": None}):
+        refused = fetch(server, "/v1/chat/completions", {"messages": messages, **more})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert 'truncation="auto"' in refused.json()["error"]["message"]
+    refused = fetch(server, "/v1/completions", {"prompt": "much " * 200})
+    assert 'truncation="auto"' in refused.json()["error"]["message"]
+    huge = fetch(server, "/v1/completions", {"prompt": "much " * 100_000})
+    assert huge.status_code == 400 and 'truncation="auto"' in huge.json()["error"]["message"]
+    nonsense = fetch(server, "/v1/chat/completions", {"messages": messages, "truncation": "always"})
+    assert nonsense.status_code in (400, 422) and "truncation" in nonsense.json()["error"]["message"]
+
+
+def test_who_was_never_here_is_answered_from_what_is_left(server: Live) -> None:
+    prompt = "A long prompt that nobody has seen. " * 24
+    reply = fetch(server, "/v1/completions", {"prompt": prompt, "truncation": "auto", "temperature": 0, "max_tokens": 4}).json()
+    assert reply["pando"]["truncated"]["recomputed"] == "cold" and reply["pando"]["truncated"]["moved_tokens"] == 0
+    assert reply["pando"]["reuse"] == "none" and reply["usage"]["prompt_tokens_details"]["reuse"] == "exact"
+    assert reply["usage"]["prompt_tokens"] == len(prompt) - reply["pando"]["truncated"]["dropped_tokens"]
+
+
+def test_the_last_message_stays_whole(server: Live) -> None:
+    question = "Which of these things did I say first, and which one did I say last, and why? " * 3
+    talk = [{"role": "system", "content": SYSTEM}, *({"role": "user", "content": f"Thing {i}."} for i in range(40))]
+    body = {"messages": [*talk, {"role": "user", "content": question}], "truncation": "auto", "max_tokens": 4, "temperature": 0}
+    reply = fetch(server, "/v1/chat/completions", body).json()
+    left = reply["usage"]["prompt_tokens"]
+    assert left >= len(OPENING) + len(question) + len("\nassistant: ") and left > WINDOW // 2 + 8
+
+
+def test_an_edited_history_says_where_it_diverged(client: openai.OpenAI) -> None:
+    talk = Talk(client, "Dora")
+    talk.until_cut()
+    talk.messages[-3] = {"role": "user", "content": "Dora never said that, and now she has."}
+    miss = talk.turn().pando["miss"]
+    assert miss["reason"] == "diverged" and miss["message"] >= len(talk.messages) - 6
+
+
+def test_a_session_says_it_once(client: openai.OpenAI) -> None:
+    talk = Talk(client, "Emma", session_id="emma")
+    talk.until_cut()
+    assert talk.turn(truncation=None).pando["truncated"]
+    with pytest.raises(openai.BadRequestError, match="truncation"):
+        talk.turn(truncation="disabled")
+    talk.messages = talk.messages[:-2]
+    with pytest.raises(openai.BadRequestError, match="truncation"):
+        talk.turn(truncation=None)
+
+
+def test_the_operator_may_allow_it_for_everyone() -> None:
+    with live(engine={"max_model_len": WINDOW}, truncation="auto") as server:
+        prompt = "A long prompt that nobody has seen. " * 24
+        assert fetch(server, "/v1/completions", {"prompt": prompt}).json()["pando"]["truncated"]["dropped_tokens"]
+        assert fetch(server, "/v1/completions", {"prompt": prompt, "truncation": "disabled"}).status_code == 400
+
+
+def test_sessions_are_remembered_up_to_a_number() -> None:
+    overflow = Overflow("disabled")
+    assert overflow.allows("auto", b"a", "one") and overflow.allows(None, b"a", "one")
+    assert not overflow.allows(None, b"b", "one"), "another tenant's"
+    for name in range(MAX_SESSIONS):
+        overflow.allows("auto", b"a", f"{name}")
+        overflow.allows(None, b"a", f"silent {name}")
+    assert not overflow.allows(None, b"a", "one")
+    assert len(overflow._sessions) == MAX_SESSIONS
+
+
+def test_prompts_made_of_modules_and_scored_ones_cannot_be_truncated(server: Live) -> None:
+    scored = {"prompt": "x" * 800, "truncation": "auto", "echo": True, "logprobs": 1}
+    refused = fetch(server, "/v1/completions", scored)
+    assert refused.status_code == 400 and "logprobs" in refused.json()["error"]["message"]
+    modular = fetch(server, "/v1/completions", {"prompt": "<prompt/>", "prompt_format": "pml", "truncation": "auto"})
+    assert modular.status_code == 400 and "made of modules" in modular.json()["error"]["message"]
+
+
+def test_a_model_that_cannot_move_its_states_says_so() -> None:
+    with live(tiny_model(positions="learned"), engine={"max_model_len": WINDOW}) as server, client_of(server) as client:
+        reply = Talk(client, "Frida").until_cut()
+        assert reply.pando["truncated"]["recomputed"] == "positions" and reply.usage.prompt_tokens_details.reuse == "exact"

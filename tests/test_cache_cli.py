@@ -1,0 +1,322 @@
+"""`pando cache`, on a directory as servers leave it."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pando import cli
+from pando.cache_cli import age_of, seconds, size_of
+from pando.errors import InvalidOption
+from pando.server.tenants import Tenants
+from pando.store.disk import DiskTier
+from pando.store.tier import tenant_tag
+
+from .store.pages import SHAPE, card, chain, data, keys, layers, read
+
+DAY = 86400.0
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch, tmp_path):
+    for variable in [name for name in os.environ if name.startswith("PANDO_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PANDO_HOME", str(tmp_path / "home"))
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock(100 * DAY)
+    monkeypatch.setattr("pando.cache_cli.time", type("time", (), {"time": staticmethod(made)}))
+    return made
+
+
+@pytest.fixture
+def disk(tmp_path, clock):
+    tier = DiskTier(tmp_path / "home/store", SHAPE, clock)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def pando(capsys):
+    def run(*words: object) -> tuple[int, str, str]:
+        code = cli.main(["cache", *map(str, words)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def told(pando):
+    def run(*words: object) -> dict:
+        code, out, err = pando(*words, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+def save(disk: DiskTier, *cards) -> None:
+    for one in cards:
+        disk.save(one, layers(one))
+
+
+def salted(salt: bytes, pages: int = 2) -> list:
+    return chain(pages, tenant=tenant_tag(salt))
+
+
+# --- ls and stat -------------------------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_listed_last_used_first(disk, clock, pando):
+    long, short = chain(5), chain(2, 100)
+    save(disk, *long)
+    clock.now += 2 * DAY
+    save(disk, *short)
+    clock.now += 90
+    code, out, _ = pando("ls")
+    head, first, second, summary = out.splitlines()
+    size = sum(entry.size for entry in disk.entries())
+    assert code == 0
+    assert head.split() == ["key", "tenant", "pages", "tokens", "size", "age", "unused"]
+    assert first.split()[:4] == [short[-1].key.hex()[:12], short[-1].tenant.hex()[:12], "2", "16"]
+    assert second.split()[2:4] == ["5", "40"]
+    assert first.split()[-4:] == ["2", "m", "2", "m"] and second.split()[-4:] == ["2", "d", "2", "d"]
+    assert summary == f"7 pages, {size_of(size)}"
+
+
+def test_conversations_that_begin_alike_are_two_with_shared_pages(disk, told):
+    shared = chain(3)
+    fork = card(77, parent=shared[1].key)
+    save(disk, *shared, fork)
+    listed = told("ls")["conversations"]
+    assert {one["key"]: (one["pages"], one["tokens"]) for one in listed} == {
+        shared[-1].key.hex(): (3, 24),
+        fork.key.hex(): (3, 24),
+    }
+
+
+def test_every_page_can_be_listed(disk, told):
+    save(disk, *chain(4))
+    assert {one["key"] for one in told("ls", "--pages")["pages"]} == {key.hex() for key in keys(chain(4))}
+
+
+def test_numbers_are_told_of_models_and_tenants(disk, clock, tmp_path, told, pando):
+    other = DiskTier(tmp_path / "home/store", replace(SHAPE, codec="int8", model=bytes(32)), clock)
+    save(disk, *chain(3))
+    save(other, *salted(b"b"))
+    other.close()
+    clock.now += DAY
+    stat = told("stat")
+    page = disk.entries()[0].size
+    assert (stat["pages"], stat["bytes"], stat["oldest"]) == (5, 5 * page, DAY)
+    assert [(shape["model"], shape["codec"], shape["bytes"]) for shape in stat["shapes"]] == [
+        (SHAPE.model.hex(), "none", 3 * page),
+        (bytes(32).hex(), "int8", 2 * page),
+    ]
+    assert stat["tenants"] == {chain(1)[0].tenant.hex(): 3 * page, tenant_tag(b"b").hex(): 2 * page}
+    out = pando("stat")[1]
+    assert "5 pages" in out and "int8" in out and tenant_tag(b"b").hex()[:12] in out
+
+
+def test_an_empty_directory_has_nothing_to_tell(disk, pando, told):
+    assert pando("ls")[1].splitlines()[-1] == "0 pages, 0 B"
+    assert pando("stat")[1].endswith("store: 0 pages, 0 B\n")
+    assert told("verify")["bad"] == []
+
+
+# --- verify ------------------------------------------------------------------------------------------------------------------------
+
+
+def path_of(disk: DiskTier, key: bytes) -> Path:
+    return disk._folder.path((disk._tag, key))
+
+
+def test_sound_pages_are_said_to_be_sound(disk, pando):
+    save(disk, *chain(3))
+    code, out, _ = pando("verify")
+    assert code == 0 and out.startswith("3 pages, ") and out.endswith("all of them are sound\n")
+
+
+def test_bad_pages_are_named_and_removed_when_asked(disk, pando):
+    first, second, third = chain(3)
+    save(disk, first, second, third)
+    file = path_of(disk, second.key)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    path_of(disk, third.key).write_bytes(b"")
+    code, out, _ = pando("verify")
+    assert code == 1
+    assert f"{second.key.hex()[:12]}  corrupt" in out and f"{third.key.hex()[:12]}  short" in out and "2 bad" in out
+    assert json.loads(pando("verify", "--json")[1])["bad"] == [
+        {"key": one.key.hex(), "reason": reason} for one, reason in sorted([(second, "corrupt"), (third, "short")], key=lambda x: x[0].key)
+    ]
+    assert pando("verify", "--remove")[0] == 1
+    assert not file.exists() and pando("verify")[0] == 0
+    assert read(disk.open(first.key)) == data(first)
+
+
+# --- purge -------------------------------------------------------------------------------------------------------------------------
+
+
+def left(disk: DiskTier) -> set[bytes]:
+    return {entry.key for entry in disk.entries()}
+
+
+def test_a_tenant_of_the_library_is_purged_by_its_salt(disk, told):
+    mine, theirs, nobodys = salted(b"mine"), salted(b"theirs"), salted(b"")
+    save(disk, *mine, *theirs, *nobodys)
+    page = disk.entries()[0].size
+    assert told("purge", "--tenant", "mine")["bytes"] == 2 * page
+    assert left(disk) == set(keys([*theirs, *nobodys]))
+    assert told("purge", "--tenant", "")["pages"] == 2
+    assert left(disk) == set(keys(theirs))
+
+
+def test_a_tenant_of_a_server_is_purged_by_its_key(disk, told, monkeypatch):
+    monkeypatch.setenv("PANDO_CACHE_SALT", "our server")
+    tenants = Tenants(["sk-1", "sk-2"], "our server")
+    kept = {
+        (key, salt): salted(tenants.tenant(owner, salt).salt)
+        for key, owner in zip(("sk-1", "sk-2"), tenants.owners, strict=True)
+        for salt in ("", "blue")
+    }
+    anonymous = salted(Tenants([], "our server").tenant(b"", "blue").salt)
+    save(disk, *(one for cards in kept.values() for one in cards), *anonymous)
+    assert told("purge", "--api-key", "sk-1")["pages"] == 2
+    assert not left(disk) & set(keys(kept["sk-1", ""]))
+    assert told("purge", "--api-key", "sk-2", "--tenant", "blue")["pages"] == 2
+    assert told("purge", "--tenant", "blue")["pages"] == 2  # of those who have no key
+    assert left(disk) == set(keys([*kept["sk-1", "blue"], *kept["sk-2", ""]]))
+    tag = kept["sk-2", ""][0].tenant.hex()[:12]
+    assert told("purge", "--tag", tag)["pages"] == 2
+    assert left(disk) == set(keys(kept["sk-1", "blue"]))
+
+
+def test_what_was_not_used_for_long_is_purged_unless_it_is_pinned(disk, clock, told):
+    old, pinned, fresh = chain(2), chain(2, 50), chain(2, 100)
+    save(disk, *old, *pinned)
+    disk.pin(keys(pinned))
+    clock.now += 8 * DAY
+    save(disk, *fresh)
+    assert told("purge", "--older-than", "7d")["pages"] == 2
+    assert left(disk) == set(keys([*pinned, *fresh]))
+    assert told("purge", "--older-than", "9d")["pages"] == 0
+
+
+def test_everything_is_purged_even_what_no_index_has(disk, told, tmp_path):
+    save(disk, *chain(3))
+    path_of(disk, chain(1)[0].key).write_bytes(b"damaged")
+    assert told("purge", "--all")["pages"] == 3
+    assert [path for path in (tmp_path / "home/store").rglob("*") if len(path.name) == 64] == []
+
+
+def test_nothing_of_a_purged_tenant_stays_in_the_index(disk, told, tmp_path):
+    words = tuple(range(7_000_001, 7_000_009))
+    secret = replace(card(), tokens=words, tenant=tenant_tag(b"mine"), key=hashlib.sha256(b"secret").digest())
+    save(disk, secret, *chain(2))
+    needle = words[0].to_bytes(4, "little") + words[1].to_bytes(4, "little")
+
+    def found() -> bool:
+        return any(needle in path.read_bytes() for path in (tmp_path / "home/store").rglob("*") if path.is_file())
+
+    assert found()
+    assert told("purge", "--tenant", "mine")["pages"] == 1
+    assert not found()
+
+
+# --- pin ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_pinned_to_its_beginning(disk, pando, told):
+    cards, other = chain(4), chain(2, 100)
+    save(disk, *cards, *other)
+    code, out, _ = pando("pin", cards[2].key.hex()[:12])
+    assert code == 0 and out.startswith("pinned 3 pages, ")
+    assert {entry.key for entry in disk.entries() if entry.pinned} == set(keys(cards[:3]))
+    assert told("unpin", cards[1].key.hex())["pages"] == 2
+    assert {entry.key for entry in disk.entries() if entry.pinned} == {cards[2].key}
+    assert "pinned" in pando("ls", "--pages")[1]
+
+
+def test_an_index_that_goes_in_a_circle_is_no_endless_list(disk, pando):
+    one = card()
+    save(disk, replace(one, parent=one.key))
+    assert pando("ls", "--pages")[0] == 0
+    assert pando("pin", one.key.hex())[1].startswith("pinned 1 pages")
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["purge"], "say what to remove"),
+        (["purge", "--all", "--older-than", "1d"], "say what to remove"),
+        (["purge", "--older-than", "soon"], "such as 7d"),
+        (["purge", "--tag", "xyz"], "no beginning of a key"),
+        (["pin", "00"], "8 characters or more"),
+        (["pin", "0123456789"], "no page has a key"),
+        (["pin"], "required: KEY"),
+        (["ls", "extra"], "unknown argument"),
+        (["dance"], "invalid choice"),
+        (["ls", "--disk-dir", "/nowhere/at/all"], "nothing is kept in /nowhere/at/all"),
+    ],
+)
+def test_a_command_that_cannot_be_is_explained(disk, pando, words, complaint):
+    code, out, err = pando(*words)
+    assert (code, out) == (2, "") and complaint in err and len(err.splitlines()) == 1
+
+
+def test_another_directory_may_be_named(tmp_path, clock, told, monkeypatch):
+    tier = DiskTier(tmp_path / "elsewhere", SHAPE, clock)
+    save(tier, card())
+    tier.close()
+    assert told("stat", "--disk-dir", tmp_path / "elsewhere")["pages"] == 1
+    monkeypatch.setenv("PANDO_DISK_DIR", str(tmp_path / "elsewhere"))
+    assert told("stat")["pages"] == 1
+
+
+def test_the_command_loads_no_torch(disk):
+    save(disk, card())
+    program = "import sys; from pando import cli; code = cli.main(['cache', 'ls']); sys.exit(code or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("age", "said"), [(0, "0 s"), (59.4, "59 s"), (60, "1 m"), (7200, "2 h"), (3 * DAY, "3 d"), (-5, "0 s")])
+def test_ages_are_short(age, said):
+    assert age_of(age) == said
+
+
+@pytest.mark.parametrize(("size", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**30, "5.0 GiB")])
+def test_sizes_are_short(size, said):
+    assert size_of(size) == said
+
+
+@pytest.mark.parametrize(("text", "count"), [("30s", 30), ("5m", 300), ("1.5h", 5400), ("7d", 7 * DAY), ("2w", 14 * DAY)])
+def test_ages_are_read(text, count):
+    assert seconds(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7 d", "7y"])
+def test_what_is_no_age_is_refused(text):
+    with pytest.raises(InvalidOption, match="7d"):
+        seconds(text)
