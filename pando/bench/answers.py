@@ -46,7 +46,7 @@ def ways() -> list[Way]:
 
 def compare_answers(model: Model, paragraphs: Sequence[Paragraph], each: int, count: int, seed: int) -> list[Result]:
     """`count` questions, each over the paragraph that answers it among others, `each` of them in one prompt."""
-    judge = Judge(model, EngineConfig(), TOKENS)
+    judge = Judge(model, EngineConfig(disk_gib=0), TOKENS)
     totals = measured(judge, paragraphs, each, count, seed, ways())
     case = f"KL, {each} paragraph{'s' * (each > 1)}, "
     return [_result(case, way, found, each) for way, found in totals.items()]

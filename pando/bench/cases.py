@@ -15,6 +15,8 @@ from ..errors import InvalidOption
 from ..model.hub import resolve
 from .baseline import Baseline, usable
 from .measure import Result, Samples, bounded, compared, counted, interleave, worthwhile
+from .modules import QUICK as FEW_MODULES
+from .modules import Bench, Sizes
 from .workloads import Texts, prefix, questions, windows
 
 OURS, FLAT = "Pando", "Pando, flat"
@@ -41,15 +43,17 @@ class Size:
     new: int  # tokens after the cached prefix, where the time to the first token is measured
     scored_tokens: int | None  # None: the whole text
     window: int
+    modules: Sizes
 
 
 FULL = Size(
     repeats=3, chats=32, system_tokens=2048, answer=64, prefix=2048, rows=32, few=8, own=512, question=16, new=32, scored_tokens=16384,
-    window=2048,
+    window=2048, modules=Sizes(),
 )  # fmt: skip
 QUICK = Size(
-    repeats=1, chats=3, system_tokens=96, answer=8, prefix=256, rows=4, few=2, own=64, question=16, new=32, scored_tokens=512, window=256
-)
+    repeats=1, chats=3, system_tokens=96, answer=8, prefix=256, rows=4, few=2, own=64, question=16, new=32, scored_tokens=512, window=256,
+    modules=FEW_MODULES,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,12 @@ def _serve_shared(llm: LLM, shared: Sequence[int], asked: Sequence[Sequence[int]
     llm.engine.clear_cache()
     serve(llm, [shared], 0)
     return serve(llm, [[*shared, *question] for question in asked], count)
+
+
+def prompt_modules(setting: Setting) -> list[Result]:
+    """The first token of a prompt made of modules, and how soon a large schema is read; `pando bench modules` measures more of them."""
+    bench = Bench(setting.llm, replace(setting.size.modules, repeats=setting.size.repeats), judged=setting.size.modules == Sizes())
+    return [*bench.reading(), *bench.first_token()]
 
 
 def pages_in_use(setting: Setting) -> list[Result]:

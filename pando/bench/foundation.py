@@ -24,6 +24,7 @@ CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
     "unshared": cases.decode_unshared,
     "first": cases.first_token,
     "pages": cases.pages_in_use,
+    "modules": cases.prompt_modules,
 }
 NEEDS_REAL_WEIGHTS = ("greedy", "perplexity")
 

@@ -68,7 +68,7 @@ class Distance:
         return float(torch.tensor(self.surprise / self.tokens).exp())
 
 
-class _Listener(Engine):
+class Listener(Engine):
     """Keeps the logits of a step, which others only choose a token by."""
 
     heard: list[Tensor]
@@ -83,7 +83,7 @@ class Judge:
     """One prompt at a time, through an engine like any other; what one computes of a module, the next one reuses."""
 
     def __init__(self, model: Model, config: EngineConfig, tokens: int) -> None:
-        self.engine = _Listener(model, config)
+        self.engine = Listener(model, config)
         self._tokens = tokens
         self._ids = map(str, count())
 

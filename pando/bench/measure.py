@@ -6,6 +6,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 Samples = dict[str, list[float]]
@@ -112,14 +113,13 @@ def _number(value: float | None) -> str:
 def machine(threads: int, command: str) -> dict[str, str | int]:
     """What a reader must know to judge the numbers."""
     import torch
-    import transformers
 
     from .. import __version__
 
     return {
         "pando": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -129,6 +129,13 @@ def machine(threads: int, command: str) -> dict[str, str | int]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _cpu_name() -> str:

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = [parse(text, str(arguments.prompts)) for text in split(_text(arguments.prompts))]
     if not prompts:
         raise InvalidPrompt(f"{arguments.prompts} holds no prompt; each begins on a line that starts with <prompt")
-    config = EngineConfig(model=arguments.model, device=arguments.device, dtype=arguments.dtype)
+    config = EngineConfig(model=arguments.model, device=arguments.device, dtype=arguments.dtype, disk_gib=0)
     model = load(config.model, device=config.device, dtype=config.dtype, compiled=config.native)
     judge = Judge(model, config, arguments.tokens)
     ways = [Way(encode, repair) for encode in encodes for repair in repairs]

@@ -13,6 +13,7 @@ SPREAD = 0.02
 SHAPES = {  # hidden size, layers, heads, KV heads, size of a head, intermediate size, vocabulary
     "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152),
     "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32000),
+    "llama-2-13b": (5120, 40, 40, 40, 128, 13824, 32000),
     "tiny": (32, 2, 4, 2, 8, 48, 320),
 }
 

@@ -6,7 +6,8 @@ from typing import Any, cast
 import pytest
 
 from pando.bench.baseline import Baseline
-from pando.bench.cases import CLOSE, PROBE_TOKENS, QUICK, Setting, decode_shared, decode_unshared, pages_in_use
+from pando.bench.cases import CLOSE, PROBE_TOKENS, QUICK, Setting, decode_shared, decode_unshared, pages_in_use, prompt_modules
+from pando.bench.foundation import CASES
 from pando.bench.workloads import Texts
 
 from ..tiny import tiny_llm
@@ -81,3 +82,10 @@ def test_pages_are_those_of_the_prefix_and_the_tails(texts: Texts) -> None:
     [result] = pages_in_use(setting(texts))
     assert result.met
     assert result.theirs is not None and result.ours < result.theirs
+
+
+def test_modules_are_part_of_the_bench_and_small_ones_are_not_judged(texts: Texts) -> None:
+    results = prompt_modules(setting(texts))
+    assert [result.unit for result in results] == ["ms", "ms", "times"]
+    assert not any(result.target for result in results)
+    assert "modules" in CASES

@@ -80,7 +80,7 @@ def test_questions_are_asked_in_every_way_of_the_same_plain_prompt() -> None:
 
 
 def test_what_was_promised_is_judged_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "EngineConfig", lambda: tiny_config(max_num_batched_tokens=512))
+    monkeypatch.setattr(answers, "EngineConfig", lambda disk_gib: tiny_config(max_num_batched_tokens=512, disk_gib=disk_gib))
     results = compare_answers(tiny_model(max_positions=2048), PARAGRAPHS, 4, 1, 0)
     judged = {result.case for result in results if result.target}
     assert judged == {"KL, 4 paragraphs, opening, repair 0.15", "KL, 4 paragraphs, opening, repair 1"}

@@ -1,0 +1,201 @@
+"""Computing while context is still on its way, layer by layer, against computing when all of it is there."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from torch import Tensor
+
+from ..engine.engine import Engine
+from ..engine.row import Schedule
+from ..kv.segment import Key
+from ..model.load import Model
+from ..store.speeds import Speeds
+from ..store.tier import Card, Reader, Tier
+from .measure import Result, Samples, interleave
+from .trial import Size, ask, drawn, opened, settle
+
+WAITING, LAYERED, AHEAD, POOL = "load, then compute", "layer by layer", "begun during the step before", "in the pool"
+MB = 10**6
+READ_AHEAD = 0.05  # seconds
+
+
+@dataclass(frozen=True)
+class Sweep:
+    histories: tuple[int, ...] = (256, 512, 1024, 2048, 4096)  # tokens that are loaded
+    new: int = 64  # tokens that are computed behind them
+    rows: int = 1
+    repeats: int = 3
+    bandwidth: float | None = 100.0  # MB/s of a tier in the place of the disk; None: host memory, as fast as it is
+
+
+ON_GPU = Sweep(histories=(128, 256, 512, 1024), new=100, rows=16, repeats=7, bandwidth=None)  # figure 19 of CachedAttention has 1,024
+QUICK = Sweep(histories=(64, 128), new=8, rows=2, repeats=1, bandwidth=10.0)
+FIGURE = 1024  # tokens
+LESS_ON_GPU, LESS = 50.0, 35.0  # percent of the time, in that figure's case with its read buffer; where load and compute take equally long
+
+
+class Switched(Engine):
+    """An engine that can be told to wait."""
+
+    patient = False
+
+    def _forward(self, schedule: Schedule) -> Tensor:
+        if self.patient:
+            for load in schedule.loads:
+                load.finish()
+        return super()._forward(schedule)
+
+
+class Willing(Speeds):
+    """Whether it pays or not, it is loaded."""
+
+    def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
+        return True
+
+
+class Throttled:
+    """A tier that is read at a given rate, in bytes per second."""
+
+    def __init__(self, inner: Tier, rate: float) -> None:
+        self.name = inner.name
+        self._inner, self._rate, self._due = inner, rate, 0.0
+
+    def look(self, keys: Sequence[Key]) -> int:
+        return self._inner.look(keys)
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        return self._inner.ends(parent)
+
+    def open(self, key: Key) -> Reader:
+        return _ThrottledReader(self._inner.open(key), self)
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        self._inner.save(card, layers)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        self._inner.drop(keys)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def pass_on(self, size: int) -> None:
+        """Takes as long as so many bytes do. Who comes late finds that the device has read on meanwhile."""
+        now = time.perf_counter()
+        self._due = max(self._due, now - READ_AHEAD) + size / self._rate
+        time.sleep(max(self._due - now, 0.0))
+
+
+class _ThrottledReader:
+    def __init__(self, inner: Reader, tier: Throttled) -> None:
+        self.card = inner.card
+        self._inner, self._tier = inner, tier
+
+    def layer(self, index: int, into: memoryview) -> None:
+        self._inner.layer(index, into)
+        self._tier.pass_on(into.nbytes)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass
+class Preload:
+    model: Model
+    sweep: Sweep
+    folder: Path
+    judged: bool = True
+    samples: dict[int, Samples] = field(default_factory=dict)  # milliseconds, by the length of the history
+
+    def __post_init__(self) -> None:
+        sweep = self.sweep
+        self._histories = [drawn(self.model, f"history {row}", max(sweep.histories)) for row in range(sweep.rows)]
+        self._numbers = count()
+        tokens, beside = sweep.rows * (max(sweep.histories) + 64), sweep.rows * (sweep.new + 128)
+        self._size = Size(
+            pool=tokens + 4 * beside,
+            kept=tokens + 4 * beside,  # of the new ones, only the latest stay
+            rows=2 * sweep.rows,
+            step=max(512, 2 * sweep.rows * sweep.new),
+        )
+        self._kept: Engine | None = None
+
+    def results(self) -> list[Result]:
+        first = self._opened()
+        ask(first, self._histories)
+        settle(first)
+        if self.sweep.bandwidth is None:
+            self._kept = first  # what is in host memory ends with its engine
+            assert first.store is not None
+            first.store.ledger.pin([page.key for page in first.store.ledger.held("host")])  # whatever else is computed, this stays
+        else:
+            first.close()
+        for history in self.sweep.histories:
+            self._sample(history, LAYERED)  # not counted
+            runs: dict[str, Callable[[], float]] = {way: partial(self._sample, history, way) for way in (WAITING, LAYERED, AHEAD, POOL)}
+            self.samples[history] = interleave(runs, self.sweep.repeats)
+        if self._kept is not None:
+            self._kept.close()
+        return self._told()
+
+    def _opened(self) -> Switched:
+        throttled = self.sweep.bandwidth is not None
+        engine = opened(self.model, self._size, self.folder if throttled else None, host=not throttled, kind=Switched)
+        assert isinstance(engine, Switched) and engine.store is not None
+        if self.sweep.bandwidth is not None:
+            tiers = engine.store.transfer.tiers
+            tiers["disk"] = Throttled(tiers["disk"], self.sweep.bandwidth * MB)
+        return engine
+
+    def _sample(self, history: int, way: str) -> float:
+        """An engine keeps in host memory what it has loaded: to load it from below again takes another."""
+        engine = self._kept or self._opened()
+        assert isinstance(engine, Switched) and engine.store is not None
+        if self._kept is not None:
+            settle(engine)
+            engine.clear_cache()
+        ask(engine, [self._new()[:8]])  # whatever is made at the first step is there
+        asked = [[*tokens[:history], *self._new()] for tokens in self._histories]
+        if way == POOL:
+            ask(engine, [tokens[:history] for tokens in self._histories])
+        engine.patient = way == WAITING
+        engine.store.speeds = Willing()
+        trial = ask(engine, asked, behind=[self._new() for _ in asked] if way == AHEAD else ())
+        engine.patient = False
+        if self._kept is None:
+            engine.close()
+        loaded, wanted = sum(trial.tiers.values()), 0 if way == POOL else history * len(asked)
+        assert wanted <= loaded < wanted + self.sweep.new * len(asked), f"{loaded} tokens were loaded where {wanted} should be: {way}"
+        return trial.ms
+
+    def _new(self) -> list[int]:
+        return drawn(self.model, f"new {next(self._numbers)}", self.sweep.new)
+
+    def _told(self) -> list[Result]:
+        medians = {history: {way: statistics.median(each) for way, each in found.items()} for history, found in self.samples.items()}
+        closest = min(medians, key=lambda history: abs(_load(medians[history]) / medians[history][POOL] - 1))
+        figure = FIGURE if self.sweep.bandwidth is None else None
+        results = []
+        for history, found in medians.items():
+            for way in (LAYERED, AHEAD):
+                target = LESS if way == LAYERED and history == closest else LESS_ON_GPU if way == AHEAD and history == figure else None
+                results.append(self._result(history, way, found, target if self.judged else None))
+        return results
+
+    def _result(self, history: int, way: str, found: dict[str, float], target: float | None) -> Result:
+        saved = 100 * (1 - found[way] / found[WAITING])
+        rows = f"{self.sweep.rows} x " if self.sweep.rows > 1 else ""
+        case = f"{rows}{history} loaded, {self.sweep.new} new, {way}"
+        note = f"{found[way]:.1f} ms instead of {found[WAITING]:.1f}; load {_load(found):.1f}, compute {found[POOL]:.1f}"
+        samples = {name: self.samples[history][name] for name in (way, WAITING, POOL)}
+        promise = (f">= {target:g} %", saved >= target) if target is not None else ("", None)
+        return Result(case, saved, "% less", target=promise[0], met=promise[1], note=note, samples=samples)
+
+
+def _load(found: dict[str, float]) -> float:
+    """Milliseconds that loading alone takes."""
+    return max(found[WAITING] - found[POOL], 0.0)

@@ -1,0 +1,145 @@
+"""`pando bench store`: what it is worth that context outlives the pool, and what that costs.
+
+A conversation that comes back, from each tier and after a restart; loading layer by layer; saving beside the computation; and rounding.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+import torch
+
+from ..config import Device, DType, EngineConfig, Parser
+from ..errors import InvalidOption
+from ..model.load import Model, choose_device, choose_dtype, load
+from . import codecs, preload, returning, saving
+from .measure import Result, as_json, line, machine, table
+from .random_model import SHAPES, random_model
+from .workloads import gather
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: Model
+    folder: Path
+    arguments: argparse.Namespace
+
+    @property
+    def judged(self) -> bool:
+        return not self.arguments.quick
+
+
+def conversation(setting: Setting) -> list[Result]:
+    talk, repeats = returning.QUICK if setting.arguments.quick else returning.Talk(), setting.arguments.repeats
+    return returning.Returning(setting.model, replace(talk, repeats=repeats or talk.repeats), setting.folder, setting.judged).results()
+
+
+def layers(setting: Setting) -> list[Result]:
+    given, on_gpu = setting.arguments, setting.model.device.type == "cuda"
+    sweep = preload.QUICK if given.quick else preload.ON_GPU if on_gpu else preload.Sweep()
+    changes = {"repeats": given.repeats, "rows": given.rows, "new": given.new, "bandwidth": given.bandwidth}
+    sweep = replace(sweep, **{name: value for name, value in changes.items() if value is not None})
+    return preload.Preload(setting.model, sweep, setting.folder, setting.judged).results()
+
+
+def saved(setting: Setting) -> list[Result]:
+    work = saving.QUICK if setting.arguments.quick else saving.Work()
+    return saving.Saving(setting.model, work, setting.folder, setting.judged).results()
+
+
+def rounded(setting: Setting) -> list[Result]:
+    reading = codecs.QUICK if setting.arguments.quick else codecs.Reading()
+    return codecs.compare_codecs(setting.model, gather(setting.arguments.text, None, {}).prose, reading, setting.folder)
+
+
+CASES: dict[str, Callable[[Setting], list[Result]]] = {
+    "conversation": conversation,
+    "preload": layers,
+    "saving": saved,
+    "codec": rounded,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.plot:
+        from . import plot  # a GPU host may lack what it imports
+
+        plot.check(arguments.plot)
+    if any(value is not None and value <= 0 for value in (arguments.repeats, arguments.rows, arguments.new, arguments.bandwidth)):
+        raise InvalidOption("--repeats, --rows, --new and --bandwidth must be more than 0")
+    model = _model(arguments)
+    facts = machine(torch.get_num_threads(), " ".join(["pando bench store", *argv]))
+    named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
+    facts |= {"model": named, "device": str(model.device), "dtype": str(model.dtype)}
+    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+    results: dict[str, list[Result]] = {}
+    for name in arguments.only or CASES:
+        print(f"\nmeasuring {name} ...", flush=True)
+        with TemporaryDirectory(prefix="pando-bench-", dir=arguments.dir) as folder:
+            results[name] = CASES[name](Setting(model, Path(folder), arguments))
+        print("\n".join(map(line, results[name])), flush=True)
+    every = [result for found in results.values() for result in found]
+    print("\n" + table(every))
+    if arguments.plot:
+        draw(results, f"{named} on {model.device}", arguments.plot)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(facts, every), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def draw(results: dict[str, list[Result]], title: str, file: Path) -> None:
+    """How soon a conversation is answered, by where it is; and what loading layer by layer spares, by the length of what is loaded."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for result in results.get("conversation", ()):
+        for name, times in result.samples.items():
+            left.barh(name, statistics.median(times), color="tab:blue")
+    left.set(xlabel="time to first token, ms", xscale="log")
+    found: dict[str, list[float]] = {}
+    for result in results.get("preload", ()):
+        found.setdefault(result.case.rpartition(", ")[2], []).append(result.ours)
+    for way, values in found.items():
+        right.plot(values, marker="o", label=way)
+    if found:
+        right.set_xticks(range(len(values)), [result.case.partition(" loaded")[0] for result in results["preload"]][:: len(found)])
+        right.set(xlabel="tokens loaded", ylabel="% less than load, then compute")
+        right.legend()
+    figure.suptitle(title)
+    figure.savefig(file)
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    if arguments.random_weights:
+        place = choose_device(arguments.device)
+        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place))
+    return load(arguments.model, device=arguments.device, dtype=arguments.dtype)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Measure the tiers below the pool: conversations that come back, loading, saving and rounding."
+    parser = Parser(prog="pando bench store", description=about)
+    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
+    parser.add_argument("--random-weights", action="store_true", help="a model with random weights; needs no file or network")
+    parser.add_argument("--shape", default="smollm2-135m", choices=SHAPES, help="of the random weights (smollm2-135m)")
+    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
+    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
+    parser.add_argument("--repeats", type=int, metavar="N", help="of each conversation and load; medians count (3; on a GPU 7 loads)")
+    parser.add_argument("--rows", type=int, metavar="N", help="requests whose context is loaded together (1; on a GPU 16)")
+    parser.add_argument("--new", type=int, metavar="N", help="tokens that are computed behind what is loaded (64; on a GPU 100)")
+    bandwidth = "of the tier that stands in for the disk when loads are measured (100; on a GPU they come from host memory instead)"
+    parser.add_argument("--bandwidth", type=float, metavar="MB/S", help=bandwidth)
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="where the disk tier is made, and removed at the end (the system's own)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text to measure rounding by (the documentation of Python)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time to the first token, and what loading by layers spares")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    return parser

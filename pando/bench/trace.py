@@ -1,0 +1,315 @@
+"""`pando bench trace`: what each policy finds of a trace, where, and what that saves.
+
+Hits are counted in the ledger that the store decides by; times are simulated, by what the paper on CachedAttention says of its machines.
+With `--engine` a small part of the trace goes through a real engine.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+from ..config import Parser, PolicyName
+from ..errors import InvalidOption
+from ..store.policy import POLICIES
+from . import plot
+from .conversations import MOST_TOKENS, PAGE, Conversation, Shape, read, sharegpt
+from .measure import Result, columns, table
+from .replay import Machine, Outcome, endless, optimum, recomputed, replay
+from .report import percentile
+
+GIB, HOUR = 2**30, 3600
+GPU_PRICE, HOST_PRICE, DISK_PRICE = 5.0, 0.0088, 0.000082  # dollars for an hour of a GPU, of a GB; section 4.2
+MACHINES = {
+    # 40 layers of 5,120 values in 2 bytes, K and V. The rates follow from figures 14, 16 and 25: docs/benchmarks.md.
+    "llama-13b": Machine(kv_bytes=819_200, prefill_rate=2100, step=0.027, batch=24, gpus=2),
+    # 80 layers of 8 heads of 128. Section 2.4 has 2K tokens of a 65B model in 360 ms; the step is assumed.
+    "llama-70b": Machine(kv_bytes=327_680, prefill_rate=5280, step=0.04, batch=24, gpus=4),
+}
+PROMISED, NEAR, IN_HOST = 0.86, 0.03, 0.99
+LONGEST = 32768  # tokens of a request that an engine is asked
+ENDLESS, RECOMPUTED, BELADY = "endless", "recompute", "Belady"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One replay. Of turns after the warm-up."""
+
+    policy: str
+    host_gib: float
+    disk_gib: float
+    think: float | None  # seconds; None: the trace's own times
+    turns: int
+    whole: float  # share of turns whose whole context was there: the hit rate of the paper
+    tokens: float  # share of the prompts' tokens that were there
+    host: float  # share of those that were in host memory
+    first_mean: float | None = None  # seconds from admission to the first token
+    first_p95: float | None = None
+    waited: float | None = None  # seconds before that, on average
+    prefill_rate: float | None = None  # prompt tokens/s
+    gpu_hours: float | None = None  # of all GPUs together: hours in which they were busy
+    cost: float | None = None  # dollars
+
+
+def main(argv: Sequence[str]) -> int:
+    given = _parser().parse_args(argv)
+    if bool(given.file) == bool(given.generate):
+        raise InvalidOption("give a trace or --generate sharegpt, and not both")
+    if given.engine and given.plot:
+        raise InvalidOption("--plot draws what was simulated; leave it out, or --engine")
+    if given.plot:
+        plot.check(given.plot)
+    machine = _machine(given)
+    facts: dict[str, object] = {"command": " ".join(["pando bench trace", *argv]), "machine": asdict(machine)}
+    if given.engine:
+        return _through_engine(given, machine, facts)
+    lines: list[Line] = []
+    for line in _replays(given, machine):
+        print(f"  {line.policy}: {line.whole:.1%} of turns, {line.tokens:.1%} of tokens", file=sys.stderr, flush=True)
+        lines.append(line)
+    results = judged(lines, generated=bool(given.generate))
+    print(shown(lines))
+    if results:
+        print("\n" + table(results))
+    _write(given.json, {"facts": facts, "lines": list(map(asdict, lines)), "results": list(map(asdict, results))})
+    if given.plot:
+        draw(lines, given.file.name if given.file else "conversations like ShareGPT's", given.plot)
+    return 0
+
+
+def _through_engine(given: argparse.Namespace, machine: Machine, facts: dict[str, object]) -> int:
+    from . import rehearsal  # the simulation does without torch
+
+    longest = LONGEST if given.file else Shape.window
+    small = rehearsal.Small(given.sessions, longest, given.scale, given.shares, shape=given.shape)
+    shape = Shape(given.sessions, given.rate, given.think_seconds[0], window=MOST_TOKENS)
+    said = read(given.file) if given.file else sharegpt(shape, given.seed)
+    lines = []
+    for line in rehearsal.rehearse(said, machine, small, _policies(given)):
+        print(f"  {line.policy}: {line.computed:.1%} computed{', simulated' if line.simulated else ''}", file=sys.stderr, flush=True)
+        lines.append(line)
+    print(f"{lines[0].turns} turns, {lines[0].tokens} tokens of prompts\n\n{rehearsal.shown(lines)}")
+    _write(given.json, {"facts": facts, "small": asdict(small), "lines": list(map(asdict, lines))})
+    return 0
+
+
+def _write(file: Path | None, found: dict[str, object]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _policies(given: argparse.Namespace) -> tuple[PolicyName, ...]:
+    return get_args(PolicyName) if given.policy == "all" else (given.policy,)
+
+
+def _replays(given: argparse.Namespace, machine: Machine) -> Iterator[Line]:
+    names = _policies(given)
+    hosts, disks = given.host_gib or [119.0], given.disk_gib or [9313.0 if given.generate else 0.0]
+    warm = given.warmup if given.warmup is not None else 10_000 if given.generate else 0
+    for think in given.think_seconds if given.generate else [None]:
+        said = read(given.file) if think is None else sharegpt(Shape(given.conversations, given.rate, think), given.seed)
+        turns = sum(len(one.turns) for one in said)
+        if turns <= warm:
+            raise InvalidOption(f"--warmup {warm} leaves none of {turns} turns; give less")
+        told = partial(summary, machine=machine, think=think, warm=warm)
+        for disk, host in product(disks, hosts):
+            for name in names:
+                yield told(replay(machine, said, POLICIES[name], round(host * GIB), round(disk * GIB)), name, host, disk)
+            if given.file and not disk:
+                yield belady(said, machine, host, warm)
+        yield told(endless(machine, said), ENDLESS, 0, 0)
+        yield told(recomputed(machine, said), RECOMPUTED, 0, 0)
+
+
+def summary(outcome: Outcome, name: str, host: float, disk: float, *, machine: Machine, think: float | None, warm: int) -> Line:
+    """`host` and `disk` in GiB are what is paid for; an endless cache is paid as none."""
+    served = outcome.served[warm:]
+    found, prompts = sum(turn.host + turn.disk for turn in served), sum(turn.prompt for turn in served)
+    seconds = [turn.prefill for turn in served]
+    hours = (outcome.total - (outcome.busy[warm - 1] if warm else 0.0)) / HOUR
+    price = machine.gpus * GPU_PRICE + (host * HOST_PRICE + disk * DISK_PRICE) * GIB / 1e9
+    return Line(
+        policy=name,
+        host_gib=host,
+        disk_gib=disk,
+        think=think,
+        turns=len(served),
+        whole=sum(0 < turn.context == turn.host + turn.disk for turn in served) / len(served),
+        tokens=found / prompts,
+        host=sum(turn.host for turn in served) / found if found else 0.0,
+        first_mean=statistics.fmean(seconds),
+        first_p95=percentile(sorted(seconds), 0.95),
+        waited=statistics.fmean(turn.waited for turn in served),
+        prefill_rate=prompts / sum(seconds),
+        gpu_hours=hours * machine.gpus,
+        cost=hours * price,
+    )
+
+
+def belady(said: Sequence[Conversation], machine: Machine, host: float, warm: int) -> Line:
+    """Of a trace whose requests are served in the order of their arrival, and that is kept in host memory alone."""
+    turns = [turn for one in said for turn in one.turns]
+    found = optimum([turn.context for turn in turns], round(host * GIB) // machine.size(PAGE))[warm:]
+    turns = turns[warm:]
+    whole = sum(0 < turn.prompt - turn.new == tokens for turn, tokens in zip(turns, found, strict=True)) / len(turns)
+    return Line(BELADY, host, 0, None, len(turns), whole, sum(found) / sum(turn.prompt for turn in turns), 1.0)
+
+
+def judged(lines: Sequence[Line], generated: bool) -> list[Result]:
+    """What was promised, and whether it was kept, for everything that Lookahead was replayed with."""
+    results = []
+    for mine in [line for line in lines if line.policy == "lookahead"]:
+        beside = {line.policy: line for line in lines if (line.host_gib, line.disk_gib) == (mine.host_gib, mine.disk_gib)}
+        case = f"{mine.host_gib:g} GiB host, {mine.disk_gib:g} GiB disk" + (f", {mine.think:g} s pauses" if mine.think is not None else "")
+        if generated:
+            most = next(line.whole for line in lines if line.policy == ENDLESS and line.think == mine.think)
+            least = min(PROMISED, most - NEAR)
+            results.append(
+                Result(f"hit rate, {case}", 100 * mine.whole, "%", 100 * most, None, f">= {100 * least:.1f}", mine.whole >= least)
+            )
+            results.append(Result(f"of hits in host, {case}", 100 * mine.host, "%", None, None, ">= 99", mine.host >= IN_HOST))
+        elif "lru" in beside:
+            other = beside["lru"].tokens
+            note = f"{BELADY} {beside[BELADY].tokens:.2%}" if BELADY in beside else ""
+            result = Result(f"hit rate, {case}", 100 * mine.tokens, "%", 100 * other, None, ">= LRU", mine.tokens >= other, note)
+            results.append(result)
+    return results
+
+
+def shown(lines: Sequence[Line]) -> str:
+    heads = (
+        "pause s",
+        "host GiB",
+        "disk GiB",
+        "policy",
+        "turns",
+        "tokens",
+        "in host",
+        "first ms",
+        "p95",
+        "waited s",
+        "prefill tok/s",
+        "GPU h",
+        "$",
+    )
+    rows = []
+    for line in lines:
+        sizes = ("", "") if line.policy in (ENDLESS, RECOMPUTED) else (f"{line.host_gib:g}", f"{line.disk_gib:g}")
+        times = [None if value is None else 1000 * value for value in (line.first_mean, line.first_p95)]
+        rest = (line.waited, line.prefill_rate, line.gpu_hours, line.cost)
+        shares = (f"{line.whole:.1%}", f"{line.tokens:.1%}", f"{line.host:.1%}" if line.tokens else "")
+        rows.append(("" if line.think is None else f"{line.think:g}", *sizes, line.policy, *shares, *map(_number, (*times, *rest))))
+    return columns(heads, rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def draw(lines: Sequence[Line], title: str, file: Path) -> None:
+    """A bar for every replay: its hits by tier, its time to the first token, its GPU time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 1.5 + 0.3 * len(lines)), layout="constrained")
+    found, first, busy = figure.subplots(1, 3, sharey=True)
+    places = list(range(len(lines), 0, -1))
+    by_tokens = all(line.think is None for line in lines)
+    hits = [100 * (line.tokens if by_tokens else line.whole) for line in lines]
+    found.barh(places, hits, color="tab:orange", label="disk")
+    found.barh(places, [hit * line.host for hit, line in zip(hits, lines, strict=True)], color="tab:blue", label="host memory")
+    found.set_yticks(places, [_label(line) for line in lines])
+    found.set(xlabel="hits, % of tokens" if by_tokens else "hits, % of turns", xlim=(0, 100))
+    found.legend()
+    first.barh(places, [1000 * (line.first_mean or math.nan) for line in lines])
+    first.set(xlabel="first token after admission, ms")
+    busy.barh(places, [line.gpu_hours or math.nan for line in lines])
+    busy.set(xlabel="GPU hours")
+    figure.suptitle(title)
+    figure.savefig(file)
+
+
+def _label(line: Line) -> str:
+    pause = "" if line.think is None else f", {line.think:g} s"
+    return f"{line.policy}{pause}" + (f", {line.host_gib:g} + {line.disk_gib:g} GiB" if line.host_gib else "")
+
+
+def _machine(given: argparse.Namespace) -> Machine:
+    machine = MACHINES[given.model or ("llama-13b" if given.generate else "llama-70b")]
+    count = given.machines
+    machine = replace(machine, batch=machine.batch * count, gpus=machine.gpus * count, prefill_rate=machine.prefill_rate * count)
+    machine = replace(
+        machine, host_rate=machine.host_rate * count, disk_rate=machine.disk_rate * count, page=PAGE if given.file else machine.page
+    )
+    if given.prefill_rate:
+        machine = replace(machine, prefill_rate=given.prefill_rate)
+    return replace(machine, step=given.step_ms / 1000) if given.step_ms else machine
+
+
+def _numbers(zero: bool) -> Callable[[str], list[float]]:
+    def parse(text: str) -> list[float]:
+        try:
+            values = [float(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or not all(math.isfinite(value) and (value > 0 or (zero and value == 0)) for value in values):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers {'from' if zero else 'above'} 0, such as 64,128")
+        return values
+
+    return parse
+
+
+def _one(zero: bool = False, whole: bool = False) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        values = _numbers(zero)(text)
+        if len(values) > 1 or (whole and values[0] % 1):
+            raise argparse.ArgumentTypeError(f"{text!r} is not one {'whole ' if whole else ''}number")
+        return int(values[0]) if whole else values[0]
+
+    return parse
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    values = _numbers(False)(text)
+    if len(values) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, such as 15,15,60")
+    return tuple(value / 100 for value in values)
+
+
+def _parser() -> Parser:
+    about = "Replay a trace of requests through the store's policies, with simulated compute and transfers, and see what each would find."
+    made = Parser(prog="pando bench trace", description=about, allow_abbrev=False)
+    made.add_argument(
+        "file", nargs="?", type=Path, help="JSON lines: timestamp (ms), input_length, output_length, hash_ids of 512-token pages"
+    )
+    made.add_argument("--generate", choices=["sharegpt"], help="conversations with ShareGPT's published statistics, instead of a file")
+    made.add_argument("--policy", choices=["all", *POLICIES], default="all", help="(%(default)s)")
+    made.add_argument("--host-gib", type=_numbers(False), metavar="N,N,...", help="of host memory (119: 128 GB)")
+    made.add_argument("--disk-gib", type=_numbers(True), metavar="N,N,...", help="of disk; 0: none (9313, 10 TB; with a file none)")
+    made.add_argument(
+        "--think-seconds", type=_numbers(True), default=[60.0], metavar="S,S,...", help="mean pause before a turn, assumed (60)"
+    )
+    made.add_argument("--conversations", type=_one(whole=True), default=9000, metavar="N", help="to generate (9000)")
+    made.add_argument("--rate", type=_one(), default=1.0, metavar="R", help="conversations that begin in a second, Poisson (1)")
+    made.add_argument("--warmup", type=_one(zero=True, whole=True), metavar="N", help="turns that are not counted (10000; with a file 0)")
+    made.add_argument("--model", choices=MACHINES, help="and its machine (llama-13b on 2 A100; with a file llama-70b on 4)")
+    made.add_argument("--machines", type=_one(whole=True), default=1, metavar="N", help="as one that is so many times as fast (1)")
+    made.add_argument("--prefill-rate", type=_one(), metavar="R", help="tokens that are computed in a second, of all machines together")
+    made.add_argument("--step-ms", type=_one(), metavar="MS", help="of a decoding step")
+    made.add_argument("--seed", type=_one(zero=True, whole=True), default=0, metavar="N", help="(0)")
+    made.add_argument("--engine", action="store_true", help="a small part of the trace, through a real engine with random weights")
+    made.add_argument("--sessions", type=_one(whole=True), default=60, metavar="N", help="conversations of that part (60)")
+    made.add_argument("--scale", type=_one(whole=True), default=32, metavar="N", help="tokens of the trace for one of the engine (32)")
+    made.add_argument(
+        "--shares", type=_shares, default=(0.15, 0.15, 0.6), metavar="P,H,D", help="pool, host and disk, %% of all that is kept (15,15,60)"
+    )
+    made.add_argument("--shape", default="tiny", metavar="NAME", help="of the engine's model (tiny)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the facts and all numbers")
+    made.add_argument("--plot", type=Path, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
+    return made

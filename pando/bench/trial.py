@@ -1,0 +1,109 @@
+"""Engines with tiers below the pool, and how soon they answer: for the measurements of the store."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+
+from ..config import CodecName, EngineConfig
+from ..engine.engine import Engine
+from ..engine.request import Request, SamplingParams
+from ..errors import PandoError
+from ..kv.pool import PagePool
+from ..model.load import Model
+
+GIB = 2**30
+PATIENCE, QUIET = 120.0, 0.1  # seconds
+
+
+class Stuck(PandoError):
+    """What was to be saved is not saved."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of an engine, in tokens."""
+
+    pool: int
+    kept: int = 0  # in host memory; on disk there is room for four times as many
+    rows: int = 1
+    step: int = EngineConfig.max_num_batched_tokens
+
+
+@dataclass
+class Trial:
+    """What one or several requests, asked together, were answered."""
+
+    seconds: float = 0.0  # until all of them had their first token
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    tiers: Counter[str] = field(default_factory=Counter)  # tokens of the prompts that came from below the pool
+    device: int = 0  # tokens that were reused, those included
+
+    @property
+    def ms(self) -> float:
+        return 1000 * self.seconds
+
+
+def opened(
+    model: Model, size: Size, folder: Path | None, *, host: bool = False, codec: CodecName = "none", kind: type[Engine] = Engine
+) -> Engine:
+    """`folder`: where its disk tier is, if it has one."""
+    facts, page = model.config, EngineConfig.page_size
+    kept = size.kept * PagePool.page_bytes(page, facts.layers, facts.kv_heads, facts.head_dim, model.dtype) / page / GIB
+    config = EngineConfig(
+        kv_cache_tokens=size.pool,
+        max_num_seqs=max(size.rows, 1),
+        max_num_batched_tokens=size.step,
+        host_gib=kept if host else 0.0,
+        disk_gib=4 * kept if folder is not None else 0.0,
+        disk_dir=str(folder) if folder is not None else None,
+        store_codec=codec,
+    )
+    return kind(model, config)
+
+
+def ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 1, *, behind: Sequence[Sequence[int]] = ()) -> Trial:
+    """Greedy answers of so many tokens. `behind`: prompts that are computed before; the clock starts when they are."""
+    params, names = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), count()
+    before = {str(next(names)): prompt for prompt in behind}
+    asked = {str(next(names)): prompt for prompt in prompts}
+    for name, prompt in before.items():
+        engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
+    start = time.perf_counter()
+    for name, prompt in asked.items():
+        engine.add(Request(name, prompt, params))
+    trial = Trial()
+    while engine.has_work:
+        for event in engine.step():
+            before.pop(event.request_id, None)
+            if event.request_id in asked:
+                trial.answers.setdefault(event.request_id, []).append(event.token)
+                if len(trial.answers[event.request_id]) == 1:
+                    trial.tiers.update(event.reuse.tiers)
+                    trial.device += event.num_cached_tokens
+                    trial.seconds = time.perf_counter() - start
+        if behind and not before:
+            start, behind = time.perf_counter(), ()
+    return trial
+
+
+def settle(engine: Engine, quiet: float = QUIET) -> float:
+    """Waits until nothing was saved for a while; answers for how many seconds something was."""
+    start = last = time.perf_counter()
+    told = engine.stats().store
+    while engine.tend() is not None or time.perf_counter() - last < quiet * (told is not None):
+        now, facts = time.perf_counter(), engine.stats().store
+        if facts != told:
+            told, last = facts, now
+        if now - start > PATIENCE:
+            raise Stuck(f"after {PATIENCE:g} s something is still on its way to the store: {told}; is the disk very slow?")
+        time.sleep(0.002)
+    return last - start
+
+
+def drawn(model: Model, seed: object, tokens: int) -> list[int]:
+    """Random tokens: how long anything takes does not depend on which, and no two draws begin alike."""
+    return Random(str(seed)).choices(range(model.config.vocab_size), k=tokens)

@@ -1,0 +1,236 @@
+"""`pando bench truncation`: a full window of text loses half of its tokens; how well does the model go on, and how soon?
+
+Four ways to go on: what is left is computed anew; its states are moved up, and the first tokens stay; the same without those; and naively:
+states with the old positions in their keys, read as if they stood at the new ones.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from ..config import Device, DType, EngineConfig, Parser
+from ..engine.imports import Import, find
+from ..engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
+from ..engine.row import Row
+from ..errors import InvalidOption
+from ..kv.run import Origin, Run
+from ..kv.segment import Segment
+from ..model.load import Model, load
+from .judge import Listener
+from .measure import Result, as_json, bounded, compared, interleave, line, machine, table
+from .workloads import DATA_VARIABLE, gather
+
+RECOMPUTED, MOVED, ROOTLESS, NAIVE = "recomputed", "moved", "moved without the first tokens", "naive"
+MOST_APART = 0.5  # percent of the perplexity
+LEAST_REUSED = 90.0  # percent of what is left
+LEAST_SOONER = 8.0  # times
+WINDOWS_HELD = 8  # in the pool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    window: int = 2048
+    scored: int = 512  # tokens behind it
+    windows: int = 8
+    new: int = 32  # tokens of the turn that overflows
+    repeats: int = 5
+
+
+QUICK = Sizes(window=128, scored=16, windows=2, new=4, repeats=2)
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    if min(arguments.windows, arguments.repeats) < 1:
+        raise InvalidOption("--windows and --repeats must be at least 1")
+    texts = gather(arguments.text, arguments.data, os.environ)
+    sizes = QUICK if arguments.quick else replace(Sizes(), windows=arguments.windows, repeats=arguments.repeats)
+    model = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    facts = machine(torch.get_num_threads(), " ".join(["pando bench truncation", *argv]))
+    facts |= {"model": arguments.model, "device": str(model.device), "dtype": str(model.dtype), "text": texts.sources["prefix"]}
+    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+    bench = Bench(model, model.tokenizer.encode(texts.prose), sizes, judged=not arguments.quick)
+    results = bench.perplexity()
+    results += _told(bench.first_token())
+    print("\n" + table(results))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _told(results: list[Result]) -> list[Result]:
+    print("\n".join(map(line, results)), flush=True)
+    return results
+
+
+@dataclass(frozen=True, eq=False)
+class Unmoved(Import):
+    """Reads states as if they stood where they are placed, whatever positions are in their keys."""
+
+    by: int = 0
+
+    def path(self) -> tuple[Segment, ...]:
+        found = (segment for segment in super().path() if segment.first + self.by >= self.want.run.position)
+        return tuple(replace(segment, first=segment.first + self.by) for segment in found)
+
+    @classmethod
+    def of(cls, found: Import) -> "Unmoved":
+        run = found.want.run
+        here = Run(run.tokens, run.position, Origin((), run.position))
+        return cls(replace(found.want, run=here), found.stem, found.end, found.rest, run.shift)
+
+
+class Bench:
+    def __init__(self, model: Model, tokens: Sequence[int], sizes: Sizes, *, judged: bool) -> None:
+        needed = max(sizes.windows * (sizes.window + sizes.scored), (sizes.repeats + 2) * sizes.window)
+        if len(tokens) < needed:
+            raise InvalidOption(
+                f"the text has {len(tokens)} tokens, and {sizes.windows} windows and {sizes.repeats} turns need {needed}; "
+                "give a longer one with --text"
+            )
+        self._tokens, self._sizes, self._judged = tokens, sizes, judged
+        page = min(EngineConfig.page_size, sizes.window // 16)
+        config = EngineConfig(max_model_len=sizes.window, kv_cache_tokens=WINDOWS_HELD * sizes.window, page_size=page, disk_gib=0)
+        self.engine = Listener(model, config)
+        self.engine.heard = []
+        self._ids = map(str, count())
+        self._first, self._half = page, sizes.window // 2
+
+    # ---- how well
+
+    def perplexity(self) -> list[Result]:
+        """Of the tokens behind each window, given that window less half of it."""
+        stride = len(self._tokens) // self._sizes.windows
+        nats = dict.fromkeys((RECOMPUTED, MOVED, ROOTLESS, NAIVE), 0.0)
+        for number in range(self._sizes.windows):
+            for way, surprise in self._window(self._tokens[number * stride :]).items():
+                nats[way] += surprise
+            so_far = {way: _perplexity(each, (number + 1) * self._sizes.scored) for way, each in nats.items()}
+            print(f"  window {number + 1}: " + ", ".join(f"{way} {each:.3f}" for way, each in so_far.items()), flush=True)
+        case = f"perplexity of the next {self._sizes.scored} tokens"
+        results = [Result(f"{case}, {way}", so_far[way], "", so_far[RECOMPUTED]) for way in (MOVED, ROOTLESS, NAIVE)]
+        apart = 100 * abs(so_far[MOVED] / so_far[RECOMPUTED] - 1)
+        near = "moved states against recomputed ones"
+        return _told([*results, bounded(near, apart, "%", MOST_APART) if self._judged else Result(near, apart, "%")])
+
+    def _window(self, tokens: Sequence[int]) -> dict[str, float]:
+        """The nats of what follows, in each way. All but the last token of the window are held, as behind an answer."""
+        size, scored = self._sizes.window, self._sizes.scored
+        self._compute(tokens[: size - 1])
+        prompt, first, half = list(tokens[: size + scored - 1]), self._first, self._half
+        following = tokens[size : size + scored]
+        drop = (first, first + half)
+        return {
+            RECOMPUTED: self._surprise(prompt[: drop[0]] + prompt[drop[1] :], following),
+            MOVED: self._surprise(prompt, following, drop),
+            ROOTLESS: self._surprise(prompt, following, (0, half)),
+            NAIVE: self._surprise(prompt, following, drop, naive=True),
+        }
+
+    def _compute(self, tokens: Sequence[int]) -> None:
+        self.engine.add(Request(next(self._ids), tokens, _greedy(1)))
+        self._drain()
+
+    def _surprise(self, prompt: Sequence[int], following: Sequence[int], drop: Span | None = None, *, naive: bool = False) -> float:
+        """Of the tokens that follow each of the last tokens of a prompt."""
+        self.engine.add(Request(next(self._ids), prompt, _greedy(1), drop=(drop,) if drop else ()))
+        [row] = self.engine.answers
+        row.scored = []  # every token's logits are wanted
+        if naive:
+            self._leave_in_place(row)
+        self._drain()
+        logits = torch.cat(self.engine.heard)[-len(following) :]
+        return -float(logits.float().log_softmax(-1).gather(1, torch.tensor(following, device=logits.device)[:, None]).sum())
+
+    def _leave_in_place(self, row: Row) -> None:
+        found = [find(self.engine.tree, want, self.engine.scheduler.clock()) for want in row.wants]
+        row.imports = tuple(Unmoved.of(each) for each in found if each is not None)
+
+    def _drain(self) -> list[TokenEvent]:
+        self.engine.heard, events = [], []
+        while self.engine.has_work:
+            events += self.engine.step()
+        return events
+
+    # ---- how soon
+
+    def first_token(self) -> list[Result]:
+        """Of the turn that overflows a window that is held, and of the same tokens computed anew. What the window ends with, and what is
+        new, is new every time, so that nothing behind the moved states is known."""
+        sizes = self._sizes
+        histories = [self._history(place) for place in range(sizes.repeats + 1)]
+        for history in histories:
+            self._compute(history)
+        turns = iter([history + self._new(place) for place, history in enumerate(histories)])
+        told = self._timed(next(turns)).reuse.truncated  # a warm-up
+        assert told is not None
+        events, left = list[TokenEvent](), iter([self._left(place, histories[place], told.ranges) for place in range(1, sizes.repeats + 1)])
+        runs = {MOVED: lambda: self._clocked(next(turns), events), RECOMPUTED: lambda: self._clocked(next(left), [])}
+        samples = interleave(runs, sizes.repeats)
+        kept = events[-1].num_prompt_tokens - sizes.new
+        case = f"first token of {sizes.new} new ones behind {kept} that are left"
+        reused = 100 * statistics.median(event.num_cached_tokens / kept for event in events)
+        name = "tokens that are left, not computed again"
+        good = f">= {LEAST_REUSED:g}"
+        share = Result(name, reused, "%", target=good, met=reused >= LEAST_REUSED) if self._judged else Result(name, reused, "%")
+        return [compared(case, samples, "ms", ours=MOVED, higher=False, at_least=LEAST_SOONER if self._judged else None), share]
+
+    def _history(self, place: int) -> list[int]:
+        """A full window; from its last page on, which is not quite full, as no other."""
+        whole, size = (self._sizes.window - 1) // self._first * self._first, self._sizes.window - 1
+        end = self._tokens[(place + 1) * size + whole : (place + 2) * size]
+        return [*self._tokens[:whole], *end]
+
+    def _new(self, place: int) -> list[int]:
+        start = self._sizes.window + place * self._sizes.new
+        return list(self._tokens[start : start + self._sizes.new])
+
+    def _left(self, place: int, history: Sequence[int], dropped: Sequence[Span]) -> Request:
+        """What is left of such a turn as a plain prompt, of a tenant who has nothing in the cache."""
+        kept = [token for at, token in enumerate(history) if not any(start <= at < stop for start, stop in dropped)]
+        return Request(next(self._ids), kept + self._new(place), _greedy(1), Tenant(str(place).encode()))
+
+    def _clocked(self, asked: list[int] | Request, events: list[TokenEvent]) -> float:
+        start = time.perf_counter()
+        events.append(self._timed(asked))
+        return 1000 * (time.perf_counter() - start)
+
+    def _timed(self, asked: list[int] | Request) -> TokenEvent:
+        if not isinstance(asked, Request):
+            asked = Request(next(self._ids), asked, _greedy(1), truncation=Truncation())
+        self.engine.add(asked)
+        [event] = self._drain()
+        return event
+
+
+def _perplexity(nats: float, tokens: int) -> float:
+    return math.exp(nats / tokens)
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Measure truncation: how well and how soon a model goes on when half of a full window is dropped."
+    parser = Parser(prog="pando bench truncation", description=about)
+    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
+    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
+    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    parser.add_argument("--windows", type=int, default=Sizes.windows, metavar="N", help=f"of the text, evenly spread ({Sizes.windows})")
+    parser.add_argument("--repeats", type=int, default=Sizes.repeats, metavar="N", help=f"of each time; medians count ({Sizes.repeats})")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the windows are cut from")
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder that has one; also {DATA_VARIABLE}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    return parser

@@ -1,0 +1,164 @@
+"""`pando bench store`: that it measures what it says; how fast anything is, no test can say."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pando.bench import codecs, preload, returning, saving, store
+from pando.bench.preload import AHEAD, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
+from pando.bench.returning import Returning
+from pando.bench.saving import Saving
+from pando.bench.trial import Size, ask, drawn, opened
+from pando.cli import main
+from pando.errors import InvalidOption
+from pando.model.load import Model
+from pando.store.speeds import Speeds
+from pando.store.tier import Card, Reader
+
+from ..tiny import tiny_model
+
+TEXT = "A text that goes on, and says more or less the same in every line of it. " * 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model(max_positions=2048, layers=3)
+
+
+def test_a_turn_comes_from_where_it_is_said_to_come_from(model: Model, tmp_path: Path) -> None:
+    bench = Returning(model, replace(returning.QUICK, repeats=2), tmp_path, judged=False)
+    results = bench.results()
+    origins = {name: [(trial.device, dict(trial.tiers)) for trial in trials] for name, trials in bench.trials.items()}
+    assert origins == {
+        returning.POOL: [(128, {})] * 2,
+        returning.HOST: [(128, {"host": 128})] * 2,
+        returning.DISK: [(128, {"disk": 128})] * 2,
+        returning.RESTART: [(128, {"disk": 128})] * 2,
+        returning.AGAIN: [(0, {})] * 2,
+    }
+    assert results[-1].ours == results[-1].theirs == 8  # all answers are those of a cold run
+
+
+def test_what_was_promised_is_judged(model: Model, tmp_path: Path) -> None:
+    results = Returning(model, returning.QUICK, tmp_path).results()
+    assert [result.target for result in results] == ["", "", ">= 8x", "", "<= 1.2", "all 3", "all 4"]
+
+
+class Slow:
+    """A page whose layers are there at once."""
+
+    card = Card(b"key", b"parent", b"tenant", (1,))
+    name = "disk"
+
+    def layer(self, index: int, into: memoryview) -> None: ...
+    def close(self) -> None: ...
+
+    def look(self, keys: Sequence[bytes]) -> int:
+        return len(keys)
+
+    def ends(self, parent: bytes) -> Sequence[Card]:
+        return []
+
+    def open(self, key: bytes) -> Reader:
+        return self
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None: ...
+    def drop(self, keys: Sequence[bytes]) -> None: ...
+
+
+def test_a_throttled_tier_is_as_fast_as_it_is_told_to_be() -> None:
+    reader = Throttled(Slow(), 1e5).open(b"key")
+    start = time.perf_counter()
+    for layer in range(5):
+        reader.layer(layer, memoryview(bytearray(4000)))
+    assert time.perf_counter() - start >= 0.2 - READ_AHEAD
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_only_a_patient_engine_waits_for_all_of_its_context(model: Model, tmp_path: Path, patient: bool) -> None:
+    history, size = drawn(model, "history", 128), Size(pool=1024, kept=1024)
+    first = opened(model, size, tmp_path)
+    ask(first, [history])
+    first.close()
+    engine = opened(model, size, tmp_path, kind=Switched)
+    assert isinstance(engine, Switched) and engine.store is not None
+    engine.patient = patient
+    engine.store.transfer.tiers["disk"] = Throttled(engine.store.transfer.tiers["disk"], 1e5)  # half a second in all
+    done: list[bool] = []
+    layer = engine.pool.layer
+
+    def watched(index: int):  # type: ignore[no-untyped-def]
+        found = layer(index)
+        done.extend(load.done for load in engine.pool.arrivals)  # type: ignore[attr-defined]
+        return found
+
+    engine.pool.layer = watched  # type: ignore[method-assign]
+    trial = ask(engine, [[*history, *drawn(model, "new", 8)]])
+    assert trial.tiers == {"disk": 128} and done[0] is patient
+    engine.close()
+
+
+@pytest.mark.parametrize("bandwidth", [10.0, None])
+def test_every_load_is_measured_in_every_way(model: Model, tmp_path: Path, bandwidth: float | None) -> None:
+    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2), tmp_path)
+    results = bench.results()
+    assert {history: {way: len(each) for way, each in found.items()} for history, found in bench.samples.items()} == {
+        64: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2},
+        128: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2},
+    }
+    assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 4
+
+
+def test_what_was_asked_before_is_not_on_the_clock(model: Model, tmp_path: Path) -> None:
+    history, size = drawn(model, "history", 128), Size(pool=8192, kept=4096, rows=2, step=2048)
+    first = opened(model, size, tmp_path)
+    ask(first, [history])
+    first.close()
+    engine = opened(model, size, tmp_path)
+    long = ask(engine, [drawn(model, "long", 1500)]).seconds
+    engine.store.speeds = Speeds()  # type: ignore[union-attr]
+    trial = ask(engine, [[*history, 1, 2, 3]], 2, behind=[drawn(model, "before", 1500)])
+    assert trial.tiers == {"disk": 128} and trial.seconds < long
+    assert [len(answer) for answer in trial.answers.values()] == [2]
+    engine.close()
+
+
+def test_saving_is_measured_beside_not_saving(model: Model, tmp_path: Path) -> None:
+    results = Saving(model, saving.QUICK, tmp_path).results()
+    assert [result.target for result in results] == [">= 0.97x"] * 2
+    assert all({len(each) for each in result.samples.values()} == {saving.QUICK.pairs} for result in results)
+    assert " 6 pages saved, 0 not" in results[0].note  # two prompts of one page, thrice
+
+
+def test_rounding_takes_less_and_is_told_from_exact(model: Model, tmp_path: Path) -> None:
+    none, fp8, int8 = codecs.compare_codecs(model, TEXT, codecs.Reading(context=128, following=6), tmp_path)
+    assert none.ours < 1e-9 < int8.ours < fp8.ours
+    sizes = [int(result.note.split(", ")[2].split()[0]) for result in (none, fp8, int8)]
+    assert sizes[1] == sizes[2] < sizes[0] / 2
+    assert all("128 tokens loaded" in result.note for result in (none, fp8, int8))
+    with pytest.raises(InvalidOption, match="give a longer one with --text"):
+        codecs.compare_codecs(model, "short", codecs.QUICK, tmp_path / "other")
+
+
+def test_the_command_runs_without_a_file_writes_its_samples_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--random-weights", "--shape", "tiny", "--quick", "--device", "cpu", "--dtype", "float32", "--only", "conversation"]
+    kept = ["--only", "preload", "--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.svg"), "--dir", str(tmp_path)]
+    assert main(["bench", "store", *given, *kept]) == 0
+    assert "from disk, after a restart" in capsys.readouterr().out
+    cases = [result["case"] for result in json.loads((tmp_path / "s.json").read_text())["results"]]
+    assert len(cases) == 7 + 4
+    assert "tokens loaded" in (tmp_path / "s.svg").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.json", "s.svg"]
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="more than 0"):
+        store.main(["--repeats", "0"])
+    with pytest.raises(InvalidOption, match="cannot be read as text"):
+        store.main(
+            ["--random-weights", "--shape", "tiny", "--only", "codec", "--text", str(tmp_path / "nothing.txt"), "--dtype", "float32"]
+        )
