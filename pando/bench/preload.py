@@ -45,7 +45,8 @@ class Switched(Engine):
     patient = False
 
     def _forward(self, schedule: Schedule) -> Tensor:
-        if self.patient:
+        if self.patient and self.store is not None:
+            self.store.go()
             for load in schedule.loads:
                 load.finish()
         return super()._forward(schedule)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..kv.segment import Key, Lineage, page_key
 from ..kv.tree import PrefixTree, Stem
-from ..store.keeper import Found, Keeper, Offer, end_card, end_parent
+from ..store.keeper import Found, Keeper, Loading, Offer, end_card, end_parent
 from ..store.tier import Card
 from .request import Miss
 from .row import Row
@@ -16,6 +16,7 @@ class Below:
     def __init__(self, store: Keeper, tree: PrefixTree) -> None:
         self.store = store
         self.tree = tree
+        self.limbo: list[tuple[Loading, list[int]]] = []  # pages that are filled for nobody
 
     # ---- bringing up
 
@@ -34,13 +35,15 @@ class Below:
         """What is kept of tokens behind those that the tree has, which are `settled`; of at most `limit`, if loading is worth its time."""
         start, root = settled // self.tree.page_size, lineage.root
         before = keys[start - 1] if start else root
-        owners = {lineage.owner, root} if start >= lineage.public else {root}
-        return self.store.look(keys[start:], tokens[settled:], before, sorted(owners), self.store.tag(tenant), limit - settled)
+        owners = sorted({lineage.owner, root})
+        return self.store.look(keys[start:], tokens[settled:], before, owners, self.store.tag(tenant), limit - settled)
 
-    def end(self, row: Row) -> None:
-        """What came is the row's; what did not is computed."""
+    def end(self, row: Row) -> bool:
+        """What came is the row's; what did not is computed. Answers whether it is known what came: a load that does not end keeps its
+        pages."""
         assert row.load is not None
-        row.load.finish()
+        if not row.load.finish():
+            return False
         parts, lost = row.load.good, row.load.lost
         row.load = None
         if lost is not None:
@@ -53,19 +56,33 @@ class Below:
         for part in parts:
             row.tiers[part.tier] = row.tiers.get(part.tier, 0) + min(left, len(part.card.tokens))
             left -= min(left, len(part.card.tokens))
+        return True
 
-    def stop(self, row: Row) -> None:
-        """A row that does not need its context any more, or not now."""
-        assert row.load is not None
-        row.load.abandon()
+    def stop(self, row: Row) -> list[int]:
+        """A row that does not need its context any more, or not now; answers the pages that are still being filled."""
+        load, start = row.load, row.settled // self.tree.page_size
+        assert load is not None
+        load.abandon()
+        count = -(-row.loaded // self.tree.page_size)
         row.load, row.computed, row.loaded = None, row.settled, 0
+        if load.done:
+            return []
+        filled = row.pages[start : start + count]
+        self.limbo.append((load, filled))
+        return filled
+
+    def returned(self) -> list[int]:
+        """Pages that nobody fills any more."""
+        done = [pages for load, pages in self.limbo if load.done]
+        self.limbo = [(load, pages) for load, pages in self.limbo if not load.done]
+        return [page for pages in done for page in pages]
 
     # ---- keeping
 
     def keep(self, row: Row, start: int, stop: int) -> None:
         """Pages that the tree has taken from a row outlive the pool from now on."""
         assert row.stem is not None
-        if row.makes is not None and row.makes.passing:
+        if not _is_kept(row):
             return
         size, root, cards, pages = self.tree.page_size, row.lineage.root, list[Card](), list[int]()
         for place in range(start, stop):
@@ -74,15 +91,16 @@ class Below:
                 whose = self.store.tag(root if place < row.lineage.public else row.tenant)
                 cards.append(Card(row.keys[place], before, whose, tuple(row.tokens[place * size : (place + 1) * size])))
                 pages.append(row.pages[place])
-        if cards:
-            self._offer(row.stem, cards, pages, row.keys[:stop])
+        for first in range(0, len(cards), self.store.buffer):
+            some = slice(first, first + self.store.buffer)
+            self._offer(row.stem, cards[some], pages[some], row.keys[:stop])
 
     def keep_end(self, row: Row, tokens: Sequence[int], page: int) -> None:
         """The unfilled page at the end of a sequence that was just handed to the tree, if the tree took it."""
         assert row.stem is not None
         before, owner = row.stem.segment.key, row.lineage.owner
         stem = row.stem.children.get(page_key(before + owner, tokens))
-        if len(tokens) < WORTH_KEEPING or stem is None or stem.segment.pages != (page,):
+        if not _is_kept(row) or len(tokens) < WORTH_KEEPING or stem is None or stem.segment.pages != (page,):
             return
         card = end_card(end_parent(before, owner), self.store.tag(row.tenant), tokens)
         if self.store.wanted(card.key):
@@ -103,3 +121,16 @@ class Below:
     def _unpin(self, stems: Sequence[Stem]) -> None:
         for stem in stems:
             self.tree.unpin(stem)
+
+    def discard(self, row: Row) -> None:
+        """What a row computed is not to be trusted: it leaves every tier."""
+        self.make_room()
+        self.store.discard(row.keys)
+
+    def close(self) -> None:
+        self._unpin(self.store.close())
+
+
+def _is_kept(row: Row) -> bool:
+    """A repaired prompt is found in the tree alone; what only leads to a module is not kept at all."""
+    return not row.repair and not row.is_suspect and not (row.makes is not None and row.makes.passing)

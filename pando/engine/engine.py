@@ -1,25 +1,24 @@
 """The engine: requests in, tokens out, one step at a time."""
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
+from ..errors import InvalidOption, PoolTooSmall
 from ..kv.pages import Pages
 from ..kv.pool import PagePool
-from ..kv.run import Origin, Run, in_place
-from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
+from ..kv.run import Run
+from ..kv.segment import Key, extend_keys
 from ..kv.tree import PrefixTree, Stem
 from ..model.load import Model
 from ..model.shelf import Shelf
-from ..store.tier import Lost, tenant_tag
+from ..store.tier import Lost
+from .admission import PUBLIC, Admission
 from .answer import Answer
 from .batch import Batcher, lowering_of
 from .costs import chosen_cost
@@ -27,21 +26,18 @@ from .facts import Shared, Stats, StepFacts
 from .graphs import on_cuda
 from .imports import find, wants
 from .pins import Pin, Pins
-from .repair import Repairer, check_gaps, check_share
-from .repair import key as repair_key
-from .request import RecomputeReason, Request, Tenant, TokenEvent
+from .repair import Repairer
+from .request import Request, Tenant, TokenEvent
 from .row import Row, Schedule
-from .sampler import Chosen, Sampler, check
+from .sampler import Chosen, Sampler
 from .scheduler import Scheduler
 from .sizing import context_of, page_count
 from .tiers import open_store
-from .truncation import Cut, Truncations
+from .truncation import Truncations
 
 MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
 TENDED = 0.02  # seconds until what is being saved is looked after again
 PIN_SHARE = 0.25  # of the pool that pins may hold
-MANY_OWNERS = 4096  # from which on they are looked through
-PUBLIC = Tenant(b"public", b"public")  # what belongs to everyone
 
 
 class Engine:
@@ -71,17 +67,15 @@ class Engine:
             lower,
             cost=chosen_cost(model, config.attention, Shelf.of_user().home / "costs"),
         )
-        self.truncations = Truncations(
-            self.tree, self.scheduler.below, self.max_len, self.scheduler.clock, self._cannot_move(config.prefix_caching)
-        )
+        seen = self.store.name if self.store is not None else None
+        self.admission = Admission(model, self.pages, self.max_len, config, self._alive, seen)
+        self.truncations = Truncations(self.tree, self.scheduler.below, self.max_len, self.scheduler.clock, self.admission.cannot_move)
         captures = config.cuda_graphs and lower is not None and model.device.type == "cuda"
         self.graphs = on_cuda(model.decoder, self.pool, model.dtype) if captures else None
         self.repairer = Repairer(model.decoder, self.pool, lower)
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
-        self.owners: dict[Key, bytes] = {}  # of the roots and branches in the tree
-        self._many_owners = MANY_OWNERS
         self.steps = 0
         self.facts = self.totals = StepFacts()
         self._shared = Shared()
@@ -89,145 +83,48 @@ class Engine:
         self._attention = config.attention
         self._stepping, self._began = False, 0.0
         self._cancelled: list[str] = []
-        self._eos = tuple(token for token in model.tokenizer.eos if 0 <= token < facts.vocab_size)  # files may name others
-        self._seeds = random.Random(config.seed)
 
     def tend(self) -> float | None:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""
         self.expire_pins()
         self.scheduler.tend()
-        return TENDED if self.store is not None and self.store.busy else None
+        below = self.scheduler.below
+        return TENDED if self.store is not None and (self.store.busy or (below is not None and below.limbo)) else None
 
     def close(self) -> None:
         """What is on its way to the tiers below the pool arrives there; afterwards there is nothing to do for this engine."""
-        if self.store is not None:
-            self.store.close()
+        self.scheduler.detach()
+        self.truncations.below = None
+        self.store = None
 
     # ---- requests
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
         if request.truncation is None and not request.drop:
-            self._queue(request)
+            self._queue(self.admission.rows(request))
             return
-        self._check_tokens(request.prompt)
-        home = self._lineage(request.tenant, request.public)
+        self.admission.check_tokens(request.prompt)
+        home = self.admission.lineage(request.tenant, request.public)
         cut = self.truncations.cut(request, home)
         if cut is None:
-            self._queue(request)
+            self._queue(self.admission.rows(request))
             return
         try:
-            self._queue(cut.request(request), cut)
+            rows = self.admission.rows(cut.request(request), cut)
         except PoolTooSmall:
             if not cut.layout.runs:
                 raise
             cut = cut.computed("pool")
-            self._queue(cut.request(request), cut)
+            rows = self.admission.rows(cut.request(request), cut)
+        self._queue(rows)
         if request.truncation is not None:
             self.truncations.remember(request.prompt, cut.layout, home)
 
-    def _queue(self, request: Request, cut: Cut | None = None) -> None:
-        params = request.params
-        check_share(request.repair)
-        before, own, at = self._apart(request)
-        ends = bool(before) and before[-1].end > at
-        imported = [token for run in before for token in run.tokens]
-        imported = imported[:-1] if ends else imported
-        prompt = [*imported, *own]
-        self._check_prompt(prompt, at + len(own))
-        check(params, self.model.config.vocab_size)
-        last = self._last(own, params.max_tokens, at, self._pages_of(before))
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        tenant, lineage = self._tenant(request.tenant), self._lineage(request.tenant, request.public)
-        asked, eos = wants(tenant, before, self.pages.page_size, plain=lineage, ends=ends), self._eos
-        self.owners.update((want.lineage.owner, request.tenant.owner) for want in asked)
-        foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
-        repair = request.repair if foreign else 0.0
-        if before:
-            lineage = Lineage.of(repair_key(tenant, before, at, repair) if repair else Origin(tuple(in_place(before)), at).key(tenant))
-            self.owners[lineage.owner] = request.tenant.owner
-        if repair:  # the row of a plain prompt, but for where its states come from
-            check_gaps(before, at + ends)
-            asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
-            last, at, imported = self._last(prompt, params.max_tokens, 0, self._pages_of(before)), 0, []
-        trace = [] if before else self._trace(prompt, request.tenant.owner)
-        blocked = (*eos, *(params.stop_token_ids or ()))
-        rows = [
-            Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=len(imported))
-            for index in range(params.n)
-        ]
+    def _queue(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            row.scored = [] if request.score else None
-            row.constraint = request.constraint() if request.constraint is not None else None
-            row.trace, row.at, row.wants, row.repair = trace, at, asked, repair
-            if cut is not None:
-                row.truncated, row.miss = cut.told(row.foreign), cut.miss
-            self.answers[row] = Answer(row, self.model.tokenizer, eos)
+            self.answers[row] = Answer(row, self.model.tokenizer, self.admission.eos)
         self.scheduler.add(rows)
-
-    def _apart(self, request: Request) -> tuple[list[Run], list[int], int]:
-        """What stands before the tokens that are computed with a request, those, and their position. An answer needs a token that is
-        computed: of a prompt that ends with a module it is the module's last."""
-        runs, prompt = [run for run in request.runs if len(run)], list(request.prompt)
-        if runs:
-            self._check_runs(request, runs)
-        if runs and not prompt and runs[-1].origin is None:
-            *runs, own = runs
-            prompt, at = list(own.tokens), own.position
-        elif runs and not prompt:
-            prompt, at = [runs[-1].tokens[-1]], runs[-1].end - 1
-        else:
-            at = request.position if request.position is not None else runs[-1].end if runs else 0
-        if len(runs) == 1 and runs[0].is_plain and at <= runs[0].end:  # as if it had been asked for as tokens
-            return [], [*runs[0].tokens[:at], *prompt], 0
-        return runs, prompt, at
-
-    def _check_runs(self, request: Request, runs: Sequence[Run]) -> None:
-        if not self.scheduler.reuse:
-            raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
-        if request.score:
-            raise InvalidPrompt("the logprobs of a prompt made of modules are not its own; ask for them with the text as a plain prompt")
-        if self._has_learned_positions and any(run.shift for run in runs):
-            run = next(run for run in runs if run.shift)
-            raise InvalidPrompt(
-                f"a module encoded at position {run.position - run.shift} was asked for at {run.position}, but this model's positions are "
-                'learned and cannot move; use layout="fixed"'
-            )
-        for one, other in pairwise(runs):
-            if other.position < one.end:
-                raise InvalidPrompt(f"a run at position {other.position} begins inside the one before it, which ends at {one.end}")
-        if request.prompt and request.position is not None and request.position < runs[-1].end:
-            raise InvalidPrompt(f"tokens at position {request.position} begin inside the run before them, which ends at {runs[-1].end}")
-
-    @property
-    def _has_learned_positions(self) -> bool:
-        geometry = self.model.decoder.geometry
-        return geometry.freqs is None and geometry.slopes is None
-
-    def _cannot_move(self, prefix_caching: bool) -> RecomputeReason | None:
-        return "off" if not prefix_caching else "positions" if self._has_learned_positions else None
-
-    def _tenant(self, tenant: Tenant) -> Key:
-        """The root of what a tenant has."""
-        key = root_key(self.model.digest, tenant.salt)
-        self.owners[key] = tenant.owner
-        if self.store is not None:
-            self.store.tags[key] = tenant_tag(tenant.salt)
-        return key
-
-    def _lineage(self, tenant: Tenant, public: int) -> Lineage:
-        own = self._tenant(tenant)
-        if len(self.owners) > self._many_owners:
-            self._forget_owners()
-        pages = public // self.pages.page_size
-        return Lineage(root_key(self.model.digest, PUBLIC.salt), own, pages) if pages else Lineage.of(own)
-
-    def _trace(self, prompt: list[int], owner: bytes) -> list[Key]:
-        size, lineage = self.pages.page_size, Lineage.of(root_key(self.model.digest, b"owner" + owner))
-        keys: list[Key] = []
-        extend_keys(keys, lineage, prompt, size)
-        left = prompt[len(keys) * size :]
-        return [*keys, page_key(keys[-1] if keys else lineage.root, left)] if left else keys
 
     def cancel(self, request_id: str) -> None:
         """Drops a request's rows; what they computed stays in the tree. In the middle of a step (a garbage collector may close a stream at
@@ -278,6 +175,8 @@ class Engine:
         self.pool.arrivals = schedule.loads
         for copy in schedule.copies:
             self.pool.copy(copy.source, copy.target, copy.tokens)
+        if self.store is not None:
+            self.store.go()
         for row in schedule.repairs:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:
@@ -313,10 +212,17 @@ class Engine:
         events = [self.answers[row].take(token) for row, token in chosen.items()]
         for row, event in zip(chosen, events, strict=True):
             if event.finish_reason is not None:
+                row.is_suspect = event.finish_reason == "error"
                 self._end(row)
-            if event.finish_reason == "error" and not _bends_logits(row):  # else it may be its own fault, and not that of the states
-                self.clear_cache()  # its states are no numbers, and the good ones before them were computed beside them
+            if row.is_suspect and not _bends_logits(row):  # else it may be its own fault, and not that of the states
+                self._distrust(row)
         return events
+
+    def _distrust(self, row: Row) -> None:
+        """Its states are no numbers, and the good ones before them were computed beside them: nothing of them stays in any tier."""
+        if self.scheduler.below is not None:
+            self.scheduler.below.discard(row)
+        self.clear_cache()
 
     def _count(self, schedule: Schedule) -> StepFacts:
         """While a plan holds it saves the same in every step, and every row sees one token more."""
@@ -374,7 +280,7 @@ class Engine:
         if not self.scheduler.reuse:
             raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
         self.expire_pins()
-        now, keys, lineage = self.scheduler.clock(), list[Key](), self._lineage(tenant, public)
+        now, keys, lineage = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
         extend_keys(keys, lineage, tokens, self.pages.page_size)
         match = self.tree.match(lineage, keys, tokens, len(tokens), now)
         if match.end is not None:
@@ -393,13 +299,11 @@ class Engine:
                 while stem is not None:
                     readers[stem] = readers.get(stem, 0) + 1
                     stem = stem.parent
-        return [(stem, readers.get(stem, 0)) for stem in stems if self.owners.get(stem.owner) in (owner, PUBLIC.owner)]
+        return [(stem, readers.get(stem, 0)) for stem in stems if self.admission.owners.get(stem.owner) in (owner, PUBLIC.owner)]
 
-    def _forget_owners(self) -> None:
-        """Clients choose salts, so there may be any number of them: those that nothing is cached for are dropped."""
-        alive = {stem.owner for stem in self.tree.stems()} | {row.lineage.owner for row in self.answers}
-        self.owners = {key: whose for key, whose in self.owners.items() if key in alive}
-        self._many_owners = 2 * len(self.owners) + MANY_OWNERS
+    def _alive(self) -> set[Key]:
+        """Owners of whatever is cached, or being computed."""
+        return {stem.owner for stem in self.tree.stems()} | {row.lineage.owner for row in self.answers}
 
     # ---- modules
 
@@ -408,33 +312,22 @@ class Engine:
         if not self.scheduler.reuse:
             raise InvalidOption("prefix_caching is off, so the states of modules have no place; turn it on")
         for run in runs:
-            self._check_prompt(run.tokens, run.end if run.origin is None else run.origin.first + len(run))
-        if self._pages_of(runs) > self.pages.count:  # the later ones have the longer contexts
+            self.admission.check_prompt(run.tokens, run.end if run.origin is None else run.origin.first + len(run))
+        if self.admission.pages_of(runs) > self.pages.count:  # the later ones have the longer contexts
             for run in reversed(runs):
-                self._last([], 0, 0, self._pages_of([run]))
-        root = self._tenant(tenant)
+                self.admission.last([], 0, 0, self.admission.pages_of([run]))
+        root = self.admission.tenant(tenant)
         asked = [want for run in runs for want in wants(root, [run], self.pages.page_size)]
-        self.owners.update((want.lineage.owner, tenant.owner) for want in asked)
+        self.admission.owners.update((want.lineage.owner, tenant.owner) for want in asked)
         return self.scheduler.make(root, asked)
-
-    def _pages_of(self, runs: Sequence[Run]) -> int:
-        """What runs take, and the contexts that they are made behind: all of it may be needed at once."""
-        found, stack = dict[int, Run](), list(runs)
-        while stack:
-            run = stack.pop()
-            if id(run) not in found:
-                found[id(run)] = run
-                stack += () if run.origin is None else run.origin.context
-        before = {name: 0 if run.origin is None else len(run.origin.before) for name, run in found.items()}
-        return sum(self.pages.needed(before[name] + len(run) + 1) for name, run in found.items())
 
     def unmade(self, runs: Sequence[Run], tenant: Tenant) -> int:
         """How many of these runs are being made, or will be."""
-        return self.scheduler.unmade(self._tenant(tenant), runs)
+        return self.scheduler.unmade(self.admission.tenant(tenant), runs)
 
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""
-        [want] = wants(self._tenant(tenant), [run], self.pages.page_size)
+        [want] = wants(self.admission.tenant(tenant), [run], self.pages.page_size)
         found = find(self.tree, want, self.scheduler.clock())
         if found is not None:
             self.tree.unpin(found.pinned)
@@ -443,39 +336,6 @@ class Engine:
     def bytes_of(self, runs: Sequence[Run]) -> int:
         """What the states of runs take, in whole pages."""
         return sum(self.pages.needed(len(run)) for run in runs) * self.pages.page_size * self._token_bytes
-
-    # ---- checks
-
-    def _check_tokens(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise InvalidPrompt("the prompt is empty; it needs at least one token")
-        vocab = self.model.config.vocab_size
-        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab:
-            wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab)
-            raise InvalidPrompt(f"{wrong!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
-
-    def _check_prompt(self, prompt: Sequence[int], length: int) -> None:
-        self._check_tokens(prompt)
-        if length >= self.max_len:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens and the context holds {self.max_len}, one of them for the answer; "
-                f'shorten the prompt by {length - self.max_len + 1} tokens, or ask for truncation="auto", which drops its oldest part'
-            )
-
-    def _last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int) -> int:
-        """How long prompt and answer may become together, from a position on and beside so many pages of what stands before."""
-        slots = (self.pages.count - taken) * self.pages.page_size
-        room = self.max_len - at
-        last = room if max_tokens is None else min(room, len(prompt) + max_tokens)
-        if max_tokens is None and len(prompt) < slots:
-            return min(last, slots)
-        if last > slots:
-            needed = last + taken * self.pages.page_size
-            raise PoolTooSmall(
-                f"the request may need {needed} tokens of KV cache and the pool has {self.pages.count * self.pages.page_size}; "
-                f"raise kv_cache_tokens to at least {needed}, or lower max_tokens"
-            )
-        return last
 
 
 def _bends_logits(row: Row) -> bool:

@@ -100,9 +100,9 @@ class EngineLoop:
         finally:
             self._ended = True
             self._drop_posted()
-            self._engine.close()
             if not self._stopping:  # an error that is ours ended it: whoever waits must not wait for ever
                 self._give_up_all()
+            self._engine.close()
 
     def _turn(self) -> None:
         self._wake.clear()

@@ -52,6 +52,9 @@ class Row:
     truncated: Truncated | None = None  # what is left out of it
     load: Loading | None = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
+    loads_since: float = 0.0
+    is_shunned: bool = False  # they did not come: it is computed
+    is_suspect: bool = False  # what it computed is no number
     tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
     repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
     _view: RowView | None = field(default=None, init=False, repr=False)

@@ -23,6 +23,7 @@ from .request import Miss, SamplingParams
 from .row import Copy, Row, Schedule
 
 TRACED = 2**16  # pages of which it is remembered which of an owner's tenants had them first
+PATIENCE = 30.0  # seconds that a row waits for its context while others run
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
 
 
@@ -77,7 +78,7 @@ class Scheduler:
         elif row in self.waiting:
             self.waiting.remove(row)
             self._let_go(row)
-        if self.below is not None:
+        if self.below is not None and row.makes is None:
             self.below.store.leave(row.arrival)
 
     def forget_states(self) -> None:
@@ -93,6 +94,7 @@ class Scheduler:
         self.running, self.loading = [], []
         if self.below is not None:
             self.below.store.forget_pool()
+            self.below.limbo = []
         self.pages.reset()
         self.tree.reset()
         self._changed = True
@@ -115,8 +117,6 @@ class Scheduler:
         counts = {row: count for row, count in counts.items() if row in self.running}
         if not pressed:
             self._admit(budget, counts, copies)
-        if self.below is not None:
-            self.below.store.go()
         rows = [row for row in self.running if row in counts]
         changed = self._changed or _shape(rows, [counts[row] for row in rows]) != self._shape or any(count > 1 for count in counts.values())
         loads = [row.load for row in rows if row.load is not None]
@@ -124,23 +124,42 @@ class Scheduler:
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
+        for row in [row for row in self.loading if row.loads_since + PATIENCE < self._now and row.load is not None and not row.load.done]:
+            row.is_shunned = True
+            self._preempt(row)
         alone = not self.running
         for row in [row for row in self.loading if alone or row.load is None or row.load.done]:
             self.loading.remove(row)
+            self._run(row)
             if row.load is not None and row.load.done:
                 self._end_load(row)
-            self._run(row)
 
     def _end_load(self, row: Row) -> None:
-        assert self.below is not None
-        self.below.end(row)
+        """A row whose load does not end begins again, elsewhere, and computes."""
+        assert self.below is not None and row.load is not None
+        if row.load.late or not self.below.end(row):
+            row.is_shunned = True
+            self._preempt(row)
 
     def unload(self) -> None:
         """A step found that some of what it was to read did not come. Nothing of it counts, and its rows compute what is missing."""
-        for row in self.running:
+        for row in list(self.running):
             if row.load is not None and (row.load.done or row.load.lost):
                 self._end_load(row)
         self._changed = True
+
+    def detach(self) -> None:
+        """Nothing below the pool is asked any more: what is on its way to it arrives, and rows compute what is missing."""
+        if self.below is None:
+            return
+        self.below.store.go()
+        for row in [row for row in (*self.running, *self.loading) if row.load is not None]:
+            self._preempt(row)
+        for load, _ in self.below.limbo:
+            load.finish()
+        self.tend()
+        self.below.close()
+        self.below = None
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
@@ -148,8 +167,8 @@ class Scheduler:
         for row in schedule.repairs:  # they have a copy now
             self._let_go(row)
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
-            if row.load is not None:
-                self._end_load(row)
+            if row.load is not None and self.below is not None:
+                self.below.end(row)  # every layer of it was waited for
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
                 self._hand_over(row)
@@ -162,6 +181,7 @@ class Scheduler:
         """Takes in what was moved between the tiers in the meantime."""
         if self.below is not None:
             self.below.pump()
+            self.pages.give(self.below.returned())
 
     def _admit(self, budget: int, counts: dict[Row, int], copies: list[Copy]) -> None:
         skipped: list[Row] = []
@@ -331,7 +351,13 @@ class Scheduler:
         row.settled = row.computed = shared
         self._grow(row, len(row.tokens) + 1)
         tokens, source = max((match.tokens, match.page or 0), self._ahead(row, limit))
-        if self.below is not None and limit and not row.repair and (kept := self.below.load(row, limit, more_than=tokens)):
+        if (
+            self.below is not None
+            and limit
+            and not row.repair
+            and not row.is_shunned
+            and (kept := self.below.load(row, limit, more_than=tokens))
+        ):
             row.computed += kept
         elif tokens:
             copies.append(Copy(source, row.pages[row.settled // self.pages.page_size], tokens))
@@ -343,10 +369,11 @@ class Scheduler:
             row.miss = row.miss or self._miss(row, match, limit)
             row.waited = self._now - row.arrived
             self._remember(row)
-        if self.below is not None:
+        if self.below is not None and row.makes is None:
             self.below.store.leave(row.arrival)
         if row.load is not None and any(other.load is None for other in self.running):
             self.loading.append(row)
+            row.loads_since = self._now
         else:
             self._run(row)
         return True
@@ -406,7 +433,7 @@ class Scheduler:
         missing = self.pages.needed(tokens) - len(row.pages)
         while missing > 0 and not self._free(missing):
             alone = False
-            victim = self.running[-1]
+            victim = max((*self.running, *self.loading), key=lambda other: other.arrival)
             self._preempt(victim)
             if victim is row:
                 return False
@@ -436,7 +463,7 @@ class Scheduler:
         return True
 
     def _preempt(self, row: Row) -> None:
-        self.running.remove(row)
+        (self.running if row in self.running else self.loading).remove(row)
         self._release(row)
         self.waiting.appendleft(row)
         self.preemptions += 1
@@ -444,15 +471,14 @@ class Scheduler:
     def _release(self, row: Row) -> None:
         """The one place where a row lets go: full pages and the end go to the tree, the rest is free."""
         assert row.stem is not None
-        if row.load is not None and self.below is not None:
-            self.below.stop(row)
+        filled = self.below.stop(row) if row.load is not None and self.below is not None else []
         if self.reuse:
             self._hand_over(row)
         size = self.pages.page_size
         keep, end = row.settled // size, row.computed - row.settled
         if row.pages:
             self.pages.unclaim(row.pages[-1])
-        own = row.pages[keep:]
+        own = row.pages[keep + len(filled) :]
         if self.reuse and end:
             tail, page = row.tokens[row.settled : row.computed], own.pop(0)
             self.pages.give(self.tree.insert_end(row.stem, tail, page, row.lineage.owner, self._now))

@@ -21,11 +21,12 @@ from ..store.disk import DiskTier
 from ..store.host import HostTier
 from ..store.index import Entry
 from ..store.ledger import Ledger, Page
+from ..store.movers import mover_of
 from ..store.policy import POLICIES
 from ..store.remote import remote_tier
 from ..store.store import Store
 from ..store.tier import Shape, Tier
-from ..store.transfer import Transfer, mover_of
+from ..store.transfer import Transfer
 
 log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
     if config.remote is not None:
         below.append(remote_tier(config.remote, shape, config.ttl or None))
     host = HostTier(shape, max(host_pages, 2 * BUFFER) + passing, layer_bytes, pinned=model.device.type == "cuda")
-    ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None)
+    ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None, moves_down=False)
     if disk is not None:
         _enter(ledger, disk, page_bytes, time.time())
     log.info("store: %s", ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items()))

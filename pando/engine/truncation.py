@@ -104,7 +104,7 @@ class Truncations:
         self, tree: PrefixTree, below: Below | None, window: int, clock: Callable[[], float], never: RecomputeReason | None
     ) -> None:
         """`never`: why no states of this model are ever moved."""
-        self._tree, self._below, self._window, self._clock, self._never = tree, below, window, clock, never
+        self._tree, self.below, self._window, self._clock, self._never = tree, below, window, clock, never
         self._layouts: OrderedDict[Key, tuple[Layout, list[int]]] = OrderedDict()  # by their last whole page; and the tokens behind it
         self._weight = 0  # tokens
 
@@ -178,7 +178,7 @@ class Truncations:
         match = self._tree.match(lineage, keys, tokens, limit, self._clock(), first=first)
         self._tree.forget_bare(match.stem)
         held, settled = match.length - first, match.stem.end - first
-        found = self._below.look(lineage, tenant, keys, tokens, settled, limit) if self._below is not None and held < limit else None
+        found = self.below.look(lineage, tenant, keys, tokens, settled, limit) if self.below is not None and held < limit else None
         return (held, match.diverges) if found is None else (max(held, settled + found.tokens), False)
 
     # ---- remembering

@@ -12,7 +12,8 @@ from typing import Literal, TypeVar
 from anyio import CapacityLimiter, to_thread
 
 from ..config import EngineConfig, ServerConfig
-from ..engine.engine import PUBLIC, Engine
+from ..engine.admission import PUBLIC
+from ..engine.engine import Engine
 from ..engine.facts import Stats, StepFacts
 from ..engine.llm import LLM
 from ..engine.loop import EngineLoop

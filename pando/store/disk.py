@@ -10,7 +10,7 @@ from .fileformat import file_size, header_for, tag
 from .folder import Finding, Folder
 from .index import Entry
 from .pagefile import PageFile
-from .tier import Card, Lost, Shape
+from .tier import Card, Lost, Shape, remember_end
 
 
 class DiskReader:
@@ -86,7 +86,7 @@ class DiskTier:
         with self._lock:
             self._parents[card.key] = card.parent
             if len(card.tokens) < self._shape.page_size:
-                self._ends.setdefault(card.parent, {})[card.key] = card
+                remember_end(self._ends, card)
 
     def drop(self, keys: Sequence[Key]) -> None:
         self._forget(keys)
@@ -161,7 +161,7 @@ class DiskTier:
                 self._last = row.id
                 self._parents[row.key] = row.parent
                 if row.tokens < self._shape.page_size:
-                    self._ends.setdefault(row.parent, {})[row.key] = row.card
+                    remember_end(self._ends, row.card)
             self._changes = changes
             return True
         return False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kv.segment import Key
-from .tier import Card, Lost, Shape
+from .tier import Card, Lost, Shape, remember_end
 
 SLAB = 256 * 2**20  # bytes that are taken at a time, when they are first needed
 
@@ -132,15 +132,16 @@ class HostTier:
                 return None
             if not self._free:
                 raise Lost("full", f"all {self.pages} pages of host memory are taken")
-            slot = self._begun[card.key] = self._free.pop()
-            return self._slot(slot)
+            found = self._slot(self._free[-1])  # it may take memory, and fail
+            self._begun[card.key] = self._free.pop()
+            return found
 
     def commit(self, card: Card) -> None:
         """The page is written: from now on it is found."""
         with self._lock:
             self._kept[card.key] = _Kept(card, self._begun.pop(card.key))
             if len(card.tokens) < self._shape.page_size:
-                self._ends.setdefault(card.parent, {})[card.key] = card
+                remember_end(self._ends, card)
 
     def abort(self, card: Card) -> None:
         with self._lock:

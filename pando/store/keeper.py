@@ -65,17 +65,24 @@ class Loading(Protocol):
         """Until a layer of all pages is there; raises Lost."""
         ...
 
-    def finish(self) -> None:
-        """Waits until it is done."""
+    @property
+    def late(self) -> bool:
+        """Was it given up, although it is not done?"""
+        ...
+
+    def finish(self) -> bool:
+        """Waits until it is done, or until it is late; says which."""
         ...
 
     def abandon(self) -> None:
-        """Breaks it off. Its pages may be used for something else when this returns."""
+        """Breaks it off. Its pages may be used for something else when it is done."""
         ...
 
 
 class Keeper(Protocol):
     """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`."""
+
+    buffer: int  # pages that are offered together, at most
 
     def look(
         self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key], tenant: bytes, limit: int
@@ -91,4 +98,5 @@ class Keeper(Protocol):
     def forget_pool(self) -> None: ...
     def join(self, place: int, keys: Sequence[Key]) -> None: ...
     def leave(self, place: int) -> None: ...
-    def close(self) -> None: ...
+    def discard(self, keys: Sequence[Key]) -> None: ...
+    def close(self) -> list[Stem]: ...

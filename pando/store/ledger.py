@@ -43,7 +43,9 @@ class Kept:
 class Ledger:
     """Every method is quick: at most a few steps, and a logarithm of what is held, for each page that is named or that leaves."""
 
-    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl: float | None = None) -> None:
+    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl: float | None = None, *, moves_down: bool = True) -> None:
+        """`moves_down`: what leaves a tier goes to the next one. Otherwise whatever shall be there is written there as soon as it can."""
+        self.moves_down = moves_down
         assert capacities and (ttl is None or ttl > 0)
         self.capacities = dict(capacities)  # bytes, the uppermost tier first
         self.policy = policy
@@ -208,7 +210,7 @@ class Ledger:
     def _move_out(self, tier: str, page: Held, moves: list[Move]) -> None:
         below = self._tiers[self._tiers.index(tier) + 1 :]
         target = None
-        if below and page.tiers.isdisjoint(below) and self._enter(below[0], page, moves) is None:
+        if self.moves_down and below and page.tiers.isdisjoint(below) and self._enter(below[0], page, moves) is None:
             target = below[0]
         self._take_out(tier, page)
         moves.append(Move(page.key, tier, target))

@@ -1,7 +1,8 @@
 """The tier on another machine: a server that speaks Redis' protocol, or a directory that machines share.
 
-A page is one value, the bytes that its file would have, named `pando:1:SHAPE:KEY`. The short ends behind a page are the members of the set
-`pando:1:SHAPE:ends:PARENT`. How much is kept there, and what goes first, is for the server to say (its maxmemory and maxmemory-policy).
+A page is one value, the bytes that its file would have, named `pando:1:SHAPE:KEY`. The latest short ends behind a page are the members of a
+sorted set, `pando:1:SHAPE:ends:PARENT`. How much is kept there, and what goes first, is for the server to say (its maxmemory and
+maxmemory-policy).
 """
 
 import logging
@@ -15,7 +16,7 @@ from ..errors import InvalidOption
 from ..kv.segment import Key
 from .disk import DiskTier
 from .fileformat import PROBE, VERSION, Header, expect, header_for, pack, read_header, tag
-from .tier import Card, Lost, Shape, Tier
+from .tier import ENDS, Card, Lost, Shape, Tier
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -97,10 +98,10 @@ class RedisTier:
     def ends(self, parent: Key) -> Sequence[Card]:
         """Read from the headers themselves; members that went away are taken out."""
         try:
-            [members] = self._ask(self._quick, [("SMEMBERS", self._behind(parent))])
+            [members] = self._ask(self._quick, [("ZREVRANGE", self._behind(parent), 0, ENDS - 1)])
             answers = self._beginnings(self._quick, [self._value(key) for key in members])
             if gone := [key for key, (_, size) in zip(members, answers, strict=True) if not size]:
-                self._ask(self._quick, [("SREM", self._behind(parent), *gone)])
+                self._ask(self._quick, [("ZREM", self._behind(parent), *gone)])
         except Lost:
             return []
         found = []
@@ -144,7 +145,8 @@ class RedisTier:
         expiry = () if self._ttl is None else ("EX", self._ttl)
         commands: list[tuple[object, ...]] = [("SET", value, data, *expiry)]
         if len(card.tokens) < self._shape.page_size:
-            commands.append(("SADD", self._behind(card.parent), card.key))
+            commands.append(("ZADD", self._behind(card.parent), time.time(), card.key))
+            commands.append(("ZREMRANGEBYRANK", self._behind(card.parent), 0, -ENDS - 1))
             commands += [("EXPIRE", self._behind(card.parent), self._ttl)] if self._ttl is not None else []
         self._ask(self._patient, commands)
 

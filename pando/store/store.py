@@ -7,6 +7,7 @@ Saving never slows an answer. A page that is to be saved stays in the pool until
 go unsaved, and counted.
 """
 
+import logging
 import time
 import weakref
 from collections import Counter, deque
@@ -21,10 +22,13 @@ from .facts import Room, StoreFacts
 from .keeper import Found, Offer, Part, end_parent
 from .ledger import Ledger, Move, Page
 from .speeds import Speeds
-from .tier import Card, Lost, Tier
+from .tier import Card, Lost, Tier, tenant_tag
 from .transfer import Load, Transfer, Worker
 
+log = logging.getLogger(__name__)
+
 TIDIED = 256  # pages written between two looks at what others left on disk
+NAMED = 2**16  # tenants, the latest: clients choose salts, and may choose many
 AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
 
 
@@ -56,8 +60,8 @@ class Store:
         its bound, given what is to stay; `touch`: remembers there what was used."""
         self.transfer, self.ledger, self.host, self.below = transfer, ledger, transfer.host, tuple(below)
         self.counts, self.speeds = Counts(), Speeds()
-        self.tags: dict[Key, bytes] = {}  # what tenants are called here, by the roots of what they have: enough to purge them by
-        self._buffer, self._tidy, self._touch, self._clock = buffer, tidy, touch, clock
+        self._tags: dict[Key, bytes] = {}  # what tenants are called here, by the roots of what they have
+        self.buffer, self._tidy, self._touch, self._clock = buffer, tidy, touch, clock
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
         self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
@@ -77,8 +81,15 @@ class Store:
         loaded, saved, lost, unsaved = (dict(+tally) for tally in (counts.loaded, counts.saved, counts.lost, counts.unsaved))
         return StoreFacts(room, loaded, saved, lost, unsaved, counts.recomputed, counts.prefetched)
 
+    def name(self, tenant: Key, salt: bytes) -> None:
+        """The root of what a tenant has, and its salt: pages are kept under its name, by which they can be purged."""
+        self._tags.pop(tenant, None)
+        self._tags[tenant] = tenant_tag(salt)
+        while len(self._tags) > NAMED:
+            del self._tags[next(iter(self._tags))]
+
     def tag(self, tenant: Key) -> bytes:
-        return self.tags.get(tenant, tenant)
+        return self._tags.get(tenant, tenant)
 
     # ---- looking
 
@@ -130,7 +141,7 @@ class Store:
     def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Load:
         """Begins to bring pages up, to these pages of the pool. `chain`: the keys of the whole context, so that it counts as used."""
         parts = [Part(part.card, part.tier, page) for part, page in zip(found.parts, pages, strict=True)]
-        load = Load(parts, self.transfer.mover.mark())
+        load = Load(parts)
         self.ledger.use(chain, self._clock())
         self._loads.append((load, tuple(chain)))
         if self._touch is not None:
@@ -138,12 +149,14 @@ class Store:
         return load
 
     def go(self) -> None:
-        """The loads of one step begin together: rows that run together need the first layer of all of them first."""
+        """The loads of one step begin together, after its copies: rows that run together need the first layer of all of them first, and a
+        page that is loaded to may be one that was just copied from."""
         loads, self._loads = self._loads, []
+        computed = self.transfer.mover.mark() if loads else None
 
         def work() -> None:
             start = time.perf_counter()
-            self.transfer.load([load for load, _ in loads])
+            self.transfer.load([load for load, _ in loads], computed)
             each = (time.perf_counter() - start) / sum(len(load.parts) for load, _ in loads)
             for load, chain in loads:
                 self._done.put(partial(self._loaded, load, chain, each * len(load.parts)))
@@ -200,7 +213,7 @@ class Store:
         """Takes in what was finished, begins what may begin; answers the stems that need not stay in the pool for it any longer."""
         while not self._done.empty():
             self._done.get()()
-        while self._offers and (not self._on_the_way or self._on_the_way + len(self._offers[0].pages) <= self._buffer):
+        while self._offers and (not self._on_the_way or self._on_the_way + len(self._offers[0].pages) <= self.buffer):
             self._begin(self._offers.popleft())
         self._raise_ahead()
         free, self._free = self._free, []
@@ -240,14 +253,16 @@ class Store:
         self.pump()
         self._free = []
 
-    def close(self) -> None:
-        """Saves what is on its way, and lets go of the tiers."""
+    def close(self) -> list[Stem]:
+        """Saves what is on its way, and lets go of the tiers; answers as `pump`. Nothing may be asked of it afterwards."""
+        free = []
         while self._offers or self._leaving or self._writing:
-            self.settle()
+            free += self.settle()
             _settle(self._writer)
         _stop((self._loader, self._saver, self._writer))
         for tier in self.below:
             tier.close()
+        return free
 
     def _begin(self, offer: Offer) -> None:
         mine = {card.key for card in offer.cards}
@@ -264,9 +279,7 @@ class Store:
         def work() -> None:
             failed = []
             for card, page in going:
-                try:
-                    self.transfer.take(card, page, computed)
-                except Lost:
+                if _tried(partial(self.transfer.take, card, page, computed)) is not None:
                     failed.append(card)
             self._done.put(lambda: self._taken(offer, [card for card, _ in going], failed))
 
@@ -304,11 +317,8 @@ class Store:
 
         def work() -> None:
             for card in cards:
-                try:
-                    self.transfer.write(card, tier.name)
-                    self._done.put(partial(self._written, tier.name, card, None))
-                except Lost as lost:
-                    self._done.put(partial(self._written, tier.name, card, lost))
+                lost = _tried(partial(self.transfer.write, card, tier.name))
+                self._done.put(partial(self._written, tier.name, card, lost))
 
         if cards:
             self._writing += len(cards)
@@ -326,7 +336,7 @@ class Store:
             self.counts.unsaved[lost.reason] += 1
             self.ledger.drop([card.key], tier)
         self._passed([card.key])
-        if self._tidy is not None and self.counts.saved[tier] % TIDIED == 0:
+        if self._tidy is not None and lost is None and tier == "disk" and self.counts.saved[tier] % TIDIED == 0:
             self._writer.post(partial(self._tidy, frozenset(page.key for page in self.ledger.held(tier))))
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
@@ -337,14 +347,19 @@ class Store:
     # ---- what leaves a tier, and what comes up
 
     def _move(self, moves: Sequence[Move]) -> None:
-        """What leaves host memory is on disk already, or on its way there: a page that is being written stays until it is."""
+        """What leaves host memory is further down already, or is let go."""
         for move in moves:
             if move.source == "host":
                 self.host.drop([move.key])
-                if move.target is not None:  # the writer has not come to it: too late
-                    self.ledger.drop([move.key], move.target)
             else:
                 self._writer.post(partial(self.transfer.tiers[move.source].drop, [move.key]))
+
+    def discard(self, keys: Sequence[Key]) -> None:
+        """They are not what they should be, and leave every tier."""
+        self.ledger.drop(keys)
+        self.host.drop(keys)
+        for tier in self.below:
+            self._writer.post(partial(tier.drop, list(keys)))
 
     def _raise_ahead(self) -> None:
         """Brings up what the next rows in the queue need, one job at a time."""
@@ -362,26 +377,37 @@ class Store:
         kept = self._keep("host", [page.key for page in chain])
         coming = [key for key in keys if key in kept]
         self._raising = set(coming)
+        self.ledger.pin(coming)
+        for key in coming:  # one by one: what is urgent goes between
 
-        def work() -> None:
-            lost: dict[Key, Lost] = {}
-            for key in coming:
-                try:
-                    self.transfer.raise_to_host(key, tiers[key])
-                except Lost as error:
-                    lost[key] = error
-            self._done.put(lambda: self._raised(coming, lost))
+            def work(key: Key = key) -> None:
+                lost = _tried(partial(self.transfer.raise_to_host, key, tiers[key]))
+                self._done.put(partial(self._raised, key, lost))
 
-        if coming:
             self._loader.post(work)
 
-    def _raised(self, keys: Sequence[Key], lost: dict[Key, Lost]) -> None:
-        self._raising = set()
-        self.counts.prefetched += len(keys) - len(lost)
-        for key, error in lost.items():
+    def _raised(self, key: Key, lost: Lost | None) -> None:
+        self._raising.discard(key)
+        self.ledger.unpin([key])
+        self.counts.prefetched += lost is None
+        if lost is not None:
             self.ledger.drop([key], "host")
-            if error.reason != "full":
-                self._lost(key, error)
+            if lost.reason != "full":
+                self._lost(key, lost)
+        if self.ledger.find([key]) != ["host"]:
+            self.host.drop([key])
+
+
+def _tried(work: Callable[[], object]) -> Lost | None:
+    """Why something could not be moved, if it could not. An error of ours, or no memory, is no reason to stop either."""
+    try:
+        work()
+    except Lost as lost:
+        return lost
+    except Exception as error:
+        log.exception("a transfer failed")
+        return Lost("unreadable", type(error).__name__)
+    return None
 
 
 def _stop(workers: Sequence[Worker]) -> None:

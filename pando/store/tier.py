@@ -15,6 +15,9 @@ from ..kv.segment import Key
 Reason = Literal["absent", "expired", "short", "corrupt", "foreign", "version", "unreadable", "late", "full"]
 
 
+ENDS = 32  # short ends that are looked at behind one page
+
+
 class Lost(Exception):
     """What was looked for cannot be had, and why: the caller computes it. Never the fault of a request."""
 
@@ -49,6 +52,14 @@ class Card:
 def tenant_tag(salt: bytes) -> bytes:
     """What a tenant is called in the tiers, whatever the model."""
     return hashlib.sha256(b"tenant" + salt).digest()
+
+
+def remember_end(ends: dict[Key, dict[Key, Card]], card: Card) -> None:
+    """By parent, the latest: whatever begins with one system prompt has a short end behind it, and each is compared with a prompt."""
+    mine = ends.setdefault(card.parent, {})
+    mine[card.key] = card
+    if len(mine) > ENDS:
+        del mine[next(iter(mine))]
 
 
 class Reader(Protocol):

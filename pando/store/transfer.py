@@ -9,16 +9,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..kv.pool import PagePool
 from ..kv.segment import Key
 from .codec import Codec
 from .host import HostReader, HostTier
 from .keeper import Part
+from .movers import Copy, Mover
 from .tier import Card, Lost, Reader, Shape, Tier
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ LATE = 30.0  # seconds without a layer, after which whoever waits computes inste
 class Load:
     """Pages on their way into the pool."""
 
-    def __init__(self, parts: Sequence[Part], computed: "torch.cuda.Event | None" = None) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.computed = computed  # what may still read these pages, on a GPU
         self.lost: Lost | None = None
+        self.late = False  # nobody knows when it will be done
         self._good = len(parts)
         self._layers: list[torch.cuda.Event | None] = []
         self._ended = self._unwanted = False
@@ -50,23 +50,22 @@ class Load:
     def wait(self, layer: int) -> None:
         """Until a layer of all pages is in the pool; raises Lost where one of them will not come."""
         with self._changed:
-            came = self._changed.wait_for(lambda: len(self._layers) > layer or self._ended or self.lost, LATE)
+            self._changed.wait_for(lambda: len(self._layers) > layer or self._ended or self.lost, LATE)
+            if self.lost is None and len(self._layers) <= layer:
+                self.lost, self.late = Lost("late", f"layer {layer} did not come within {LATE:g} s"), True
         if self.lost is not None:
             raise self.lost
-        if not came or len(self._layers) <= layer:
-            raise Lost("late", f"layer {layer} did not come within {LATE:g} s")
         event = self._layers[layer]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended)
+            self.late = not self._changed.wait_for(lambda: self._ended, LATE)
+        return not self.late
 
     def abandon(self) -> None:
-        with self._changed:
-            self._unwanted = True
-            self._changed.wait_for(lambda: self._ended)
+        self._unwanted = True
 
     # ---- for the thread that loads
 
@@ -89,15 +88,6 @@ class Load:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-
-class Copy(NamedTuple):
-    """Into a page of the pool: the bytes of one layer of so many tokens."""
-
-    page: int
-    tokens: int
-    data: Tensor
-    stays: bool  # in pinned memory, if there is a GPU
 
 
 class Worker:
@@ -141,124 +131,6 @@ class Worker:
                 log.exception("a transfer failed")
 
 
-class Mover(Protocol):
-    """The pool's pages as bytes."""
-
-    def mark(self) -> "torch.cuda.Event | None":
-        """What was computed so far; `take` waits for it."""
-        ...
-
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        """The first tokens of a page, in every layer, into [L, layer_bytes]."""
-        ...
-
-    def follow(self, computed: "torch.cuda.Event | None") -> None:
-        """What is put from now on is put after that."""
-        ...
-
-    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
-        """One layer's bytes into pages."""
-        ...
-
-    def fence(self) -> "torch.cuda.Event | None":
-        """What was put so far."""
-        ...
-
-
-class CpuMover:
-    """By numpy, which copies in the thread that asks: torch would start a second pool of threads and take the cores from the model."""
-
-    def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
-        self._pool, self._shape, self._codec = pool, shape, codec
-        self._slot_bytes = pool.k[0, 0].nbytes
-        self._k, self._v = (each.view(torch.uint8).numpy().reshape(shape.layers, -1) for each in (pool.k, pool.v))
-
-    def mark(self) -> None: ...
-
-    def fence(self) -> None: ...
-
-    def follow(self, computed: "torch.cuda.Event | None") -> None: ...
-
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
-        if self._shape.codec == "none":
-            kept = into.numpy()
-            kept[:, :size] = self._k[:, start : start + size]
-            kept[:, size : 2 * size] = self._v[:, start : start + size]
-        else:
-            slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
-            into[:, : data.shape[1]] = data
-
-    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
-        for page, tokens, data, _ in copies:
-            start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
-            if self._shape.codec == "none":
-                kept = data.numpy()
-                self._k[layer, start : start + size] = kept[:size]
-                self._v[layer, start : start + size] = kept[size : 2 * size]
-            else:
-                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-                k, v = self._codec.decode(data[None], self._shape, tokens)
-                self._pool.k[layer, slots], self._pool.v[layer, slots] = k[0], v[0]
-
-
-class CudaMover:
-    """On streams of its own, from and to pinned memory."""
-
-    def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
-        self._pool, self._shape, self._codec = pool, shape, codec
-        self._loads, self._saves = torch.cuda.Stream(pool.k.device), torch.cuda.Stream(pool.k.device)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._pool.k.device))
-        return event
-
-    def follow(self, computed: "torch.cuda.Event | None") -> None:
-        if computed is not None:
-            self._loads.wait_event(computed)
-
-    def fence(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._loads)
-        return event
-
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-        with torch.cuda.stream(self._saves):
-            if computed is not None:
-                self._saves.wait_event(computed)
-            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
-            if data.shape != into.shape:  # only what is whole goes over in one piece
-                data = torch.nn.functional.pad(data, (0, into.shape[1] - data.shape[1]))
-            into.copy_(data, non_blocking=True)
-        self._saves.synchronize()
-
-    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
-        """Whole pages in pinned memory are fetched by one kernel, which costs the thread that computes less than a call for each."""
-        whole = [copy for copy in copies if copy.stays and copy.tokens == self._pool.page_size and self._shape.codec == "none"]
-        with torch.cuda.stream(self._loads):
-            if whole:
-                self._fetch(layer, whole)
-            for page, tokens, data, _ in (copy for copy in copies if copy not in whole) if len(whole) < len(copies) else ():
-                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-                k, v = self._pool.k[layer, slots], self._pool.v[layer, slots]
-                if self._shape.codec == "none":
-                    k.view(torch.uint8).view(-1).copy_(data[: k.nbytes], non_blocking=True)
-                    v.view(torch.uint8).view(-1).copy_(data[k.nbytes : 2 * k.nbytes], non_blocking=True)
-                else:
-                    new = self._codec.decode(data.to(k.device, non_blocking=True)[None], self._shape, tokens)
-                    k.copy_(new[0][0])
-                    v.copy_(new[1][0])
-
-    def _fetch(self, layer: int, copies: "Sequence[Copy]") -> None:
-        from ..kernels.gpu import fetch
-
-        where = torch.tensor([[copy.data.data_ptr() for copy in copies], [copy.page for copy in copies]]).pin_memory()
-        fetch(where.to(self._pool.k.device, non_blocking=True), self._pool.k[layer], self._pool.v[layer], self._pool.page_size)
-
-
 class Transfer:
     """Brings pages from the tiers to the pool, and back. Its methods run in worker threads, but for `close`."""
 
@@ -268,21 +140,25 @@ class Transfer:
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in (host, *below)}
         self._reserve = reserve
 
-    def load(self, loads: Sequence[Load]) -> None:
-        """Fills the pages of loads, together: the first layer of all of them, then the next."""
+    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> None:
+        """Fills the pages of loads, together: the first layer of all of them, then the next. `computed`: what may still use the pages."""
         with ExitStack() as stack:
-            opened = []
             for load in loads:
                 stack.callback(load.end)
-                self.mover.follow(load.computed)
-                opened.append((load, self._open(load, stack)))
-            for layer in range(self.shape.layers):
-                self.mover.put(layer, [copy for load, sources in opened for copy in self._read(layer, load, sources)])
-                event = self.mover.fence()
+            try:
+                self.mover.follow(computed)
+                opened = [(load, self._open(load, stack)) for load in loads]
+                for layer in range(self.shape.layers):
+                    self.mover.put(layer, [copy for load, sources in opened for copy in self._read(layer, load, sources)])
+                    event = self.mover.fence()
+                    for load in loads:
+                        load.arrived(event)
+            except Exception as error:  # no memory, or an error of ours: what did not come must not be taken for what it should be
+                log.exception("a load failed")
                 for load in loads:
-                    load.arrived(event)
-            if event is not None:
-                event.synchronize()  # host memory that is copied from stays until then
+                    load.cut(0, Lost("unreadable", type(error).__name__))
+            finally:
+                self.mover.drain()  # pages and host memory stay until nothing is copied any more
 
     def _open(self, load: Load, stack: ExitStack) -> "list[tuple[Part, _Source]]":
         sources: list[tuple[Part, _Source]] = []
@@ -347,7 +223,7 @@ class Transfer:
                 return
             finally:
                 reader.close()
-        below = self.tiers[part.tier].open(part.card.key)
+        below = self._found_below(part)
         try:
             if len(below.card.tokens) != len(part.card.tokens):
                 raise Lost("foreign", f"{len(below.card.tokens)} tokens where {len(part.card.tokens)} were expected")
@@ -361,6 +237,16 @@ class Transfer:
                     whole(source.layers == self.shape.layers)
         finally:
             below.close()
+
+    def _found_below(self, part: Part) -> Reader:
+        """From the tier where it should be, or from another one: it may have left host memory meanwhile, or be on its way there."""
+        lost = Lost("absent")
+        for name in sorted(self.tiers, key=lambda name: name != part.tier):
+            try:
+                return self.tiers[name].open(part.card.key)
+            except Lost as error:
+                lost = error if name == part.tier else lost
+        raise lost
 
     def _slot(self, card: Card) -> Tensor | None:
         """Where it may stay in host memory, if there is room."""
@@ -420,7 +306,3 @@ class _File:
         self._reader.layer(index, memoryview(row.numpy().data))
         self.layers += 1
         return row
-
-
-def mover_of(pool: PagePool, shape: Shape, codec: Codec) -> Mover:
-    return (CpuMover if pool.k.device.type == "cpu" else CudaMover)(pool, shape, codec)

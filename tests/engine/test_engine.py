@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pando.engine import engine as engines
-from pando.engine.engine import PUBLIC, Engine
+from pando.engine import admission
+from pando.engine.admission import PUBLIC
+from pando.engine.engine import Engine
 from pando.engine.facts import StepFacts
 from pando.engine.request import Miss, Request, SamplingParams, Tenant, TokenEvent
 from pando.engine.row import Schedule
@@ -268,11 +269,11 @@ def test_an_owner_sees_its_own_segments_and_the_public_ones() -> None:
 
 
 def test_salts_that_nothing_is_cached_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "MANY_OWNERS", 8)
+    monkeypatch.setattr(admission, "MANY_OWNERS", 8)
     engine = tiny_engine(kv_cache_tokens=64)
     for number in range(200):
         ask(engine, TRUNK[:20], tenant=Tenant(str(number).encode()))
-    assert len(engine.owners) < 40
+    assert len(engine.admission.owners) < 40
 
 
 # ---- constraints

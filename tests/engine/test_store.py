@@ -1,5 +1,6 @@
 """What outlives the pool: conversations that come back from host memory, from disk and after a restart, through tiers that may fail."""
 
+import os
 import random
 import threading
 import time
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from pando.engine import scheduler
 from pando.engine.engine import Engine
 from pando.engine.llm import LLM
 from pando.engine.request import Request, Tenant
 from pando.errors import InvalidOption
 from pando.kv.segment import Key
 from pando.model.load import Model
+from pando.store import transfer
 from pando.store.tier import Card, Lost, Reader, Tier
 from tests.tiny import drain, greedy, run, tiny_config, tiny_engine, tiny_model
 
@@ -114,6 +117,20 @@ def test_the_short_end_of_a_conversation_is_kept_too(model: Model, tmp_path: Pat
     first.close()
     second = engine_of(model, tmp_path, page_size=64, kv_cache_tokens=512)
     assert ask(second, [*prompt, 1, 2, 3])[0].reuse.tiers == {"disk": 100}
+    second.close()
+
+
+def test_a_conversation_continues_on_another_machine_from_a_shared_tier(model: Model, tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    first = engine_of(model, None, remote=shared)
+    prompt = words(30, 90)
+    answer = tokens_of(first, prompt, count=12)
+    first.close()
+    second = engine_of(model, tmp_path / "own", remote=f"file://{shared}")
+    events = ask(second, [*prompt, *answer, 1, 2])
+    assert [event.token for event in events] == cold(model, [*prompt, *answer, 1, 2])
+    assert events[0].reuse.tiers["remote"] >= 100
+    whole(second)
     second.close()
 
 
@@ -305,7 +322,7 @@ def test_a_request_that_is_cancelled_while_its_context_comes_leaves_nothing_behi
     engine.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PANDO_SCHEDULES", "40"))))
 def test_whatever_fails_the_answers_are_those_of_a_cold_run(model: Model, tmp_path: Path, seed: int, expected: "Expected") -> None:
     """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail."""
     dice = random.Random(seed)
@@ -345,6 +362,102 @@ class Expected:
 @pytest.fixture(scope="module")
 def expected(model: Model) -> Expected:
     return Expected(model)
+
+
+def kept_then_opened(model: Model, folder: Path, prompt: Sequence[int]) -> Engine:
+    """An engine that has a prompt on disk, and nowhere else."""
+    first = engine_of(model, folder)
+    ask(first, prompt)
+    first.close()
+    return engine_of(model, folder)
+
+
+def test_a_load_that_fails_for_any_reason_is_computed(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = kept_then_opened(model, tmp_path, words(20, 60))
+    assert engine.store is not None
+
+    def full(layer: int, copies: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.store.transfer.mover, "put", full)
+    events = ask(engine, words(20, 60))
+    assert [event.token for event in events] == cold(model, words(20, 60))
+    assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
+    whole(engine)
+    engine.close()
+
+
+def test_saving_that_fails_for_any_reason_costs_no_answer_and_ends(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model, tmp_path)
+    assert engine.store is not None
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.store.transfer.mover, "take", full)
+    assert tokens_of(engine, words(21, 60)) == cold(model, words(21, 60))
+    whole(engine)
+    assert engine.store.facts().saved == {}
+    engine.close()
+
+
+class Stuck(Faulty):
+    """A tier whose device does not answer."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner, random.Random(0), 0.0)
+        self.free = threading.Event()
+
+    def open(self, key: Key) -> Reader:
+        self.free.wait(20)
+        return self.inner.open(key)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_tier_that_does_not_answer_is_given_up(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    monkeypatch.setattr(transfer, "LATE", 0.05)
+    monkeypatch.setattr(scheduler, "PATIENCE", 0.05)
+    prompt = words(22, 60)
+    engine = kept_then_opened(model, tmp_path, prompt)
+    assert engine.store is not None
+    stuck = Stuck(engine.store.below[0])
+    engine.store.below = (stuck,)
+    engine.store.transfer.tiers["disk"] = stuck
+    if not alone:
+        engine.add(Request("other", words(23, 5), greedy(70)))
+        engine.step()
+        slowly = engine.scheduler.clock
+        engine.scheduler.clock = lambda: slowly() + 0.01 * engine.steps  # 70 steps are most of a second
+    events = run(engine, [Request("r", prompt, greedy(6))])
+    assert [event.token for event in events["r", 0]] == cold(model, prompt)
+    assert alone or events["other", 0][-1].finish_reason == "length"
+    stuck.free.set()
+    whole(engine)
+    engine.close()
+
+
+def test_states_that_are_no_numbers_stay_in_no_tier(tmp_path: Path) -> None:
+    model = tiny_model()
+    engine = engine_of(model, tmp_path)
+    prompt = words(24, 40)
+    good = model.decoder.head
+    model.decoder.head = lambda x: good(x) * float("nan")
+    assert ask(engine, prompt)[-1].finish_reason == "error"
+    model.decoder.head = good
+    settled(engine)
+    engine.close()
+    second = engine_of(model, tmp_path)
+    events = ask(second, prompt)
+    assert events[0].num_cached_tokens == 0
+    assert [event.token for event in events] == cold(model, prompt)
+    second.close()
+
+
+def test_an_engine_that_was_closed_still_answers(model: Model, tmp_path: Path) -> None:
+    engine = engine_of(model, tmp_path)
+    engine.close()
+    engine.close()
+    assert tokens_of(engine, words(25, 30)) == cold(model, words(25, 30))
 
 
 def test_a_disk_bound_below_one_page_is_refused(model: Model, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_short_ends_are_found_by_the_page_before_them(make):
     assert tier.ends(ROOT) == []
     tier.drop([end.key])
     assert tier.ends(page.key) == [other]
-    assert tier._patient.scard(tier._behind(page.key)) == 1  # what is gone is taken out
+    assert tier._patient.zcard(tier._behind(page.key)) == 1  # what is gone is taken out
 
 
 def test_pages_with_long_headers_are_read(make):

@@ -1,0 +1,151 @@
+"""The pool's pages as bytes: how they are copied out of it and into it, beside the computation."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kv.pool import PagePool
+from .codec import Codec
+from .tier import Shape
+
+
+class Copy(NamedTuple):
+    """Into a page of the pool: the bytes of one layer of so many tokens."""
+
+    page: int
+    tokens: int
+    data: Tensor
+    stays: bool  # in pinned memory, if there is a GPU
+
+
+class Mover(Protocol):
+    """The pool's pages as bytes."""
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """What was computed so far; `take` waits for it."""
+        ...
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        """The first tokens of a page, in every layer, into [L, layer_bytes]."""
+        ...
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None:
+        """What is put from now on is put after that."""
+        ...
+
+    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
+        """One layer's bytes into pages."""
+        ...
+
+    def fence(self) -> "torch.cuda.Event | None":
+        """What was put so far."""
+        ...
+
+    def drain(self) -> None:
+        """Waits until all of it is there."""
+        ...
+
+
+class CpuMover:
+    """By numpy, which copies in the thread that asks: torch would start a second pool of threads and take the cores from the model."""
+
+    def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
+        self._pool, self._shape, self._codec = pool, shape, codec
+        self._slot_bytes = pool.k[0, 0].nbytes
+        self._k, self._v = (each.view(torch.uint8).numpy().reshape(shape.layers, -1) for each in (pool.k, pool.v))
+
+    def mark(self) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None: ...
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
+        if self._shape.codec == "none":
+            kept = into.numpy()
+            kept[:, :size] = self._k[:, start : start + size]
+            kept[:, size : 2 * size] = self._v[:, start : start + size]
+        else:
+            slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
+            into[:, : data.shape[1]] = data
+
+    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
+        for page, tokens, data, _ in copies:
+            start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
+            if self._shape.codec == "none":
+                kept = data.numpy()
+                self._k[layer, start : start + size] = kept[:size]
+                self._v[layer, start : start + size] = kept[size : 2 * size]
+            else:
+                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+                k, v = self._codec.decode(data[None], self._shape, tokens)
+                self._pool.k[layer, slots], self._pool.v[layer, slots] = k[0], v[0]
+
+
+class CudaMover:
+    """On streams of its own, from and to pinned memory."""
+
+    def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
+        self._pool, self._shape, self._codec = pool, shape, codec
+        self._loads, self._saves = torch.cuda.Stream(pool.k.device), torch.cuda.Stream(pool.k.device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._pool.k.device))
+        return event
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None:
+        if computed is not None:
+            self._loads.wait_event(computed)
+
+    def fence(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._loads)
+        return event
+
+    def drain(self) -> None:
+        self._loads.synchronize()
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+        with torch.cuda.stream(self._saves):
+            if computed is not None:
+                self._saves.wait_event(computed)
+            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
+            if data.shape != into.shape:  # only what is whole goes over in one piece
+                data = torch.nn.functional.pad(data, (0, into.shape[1] - data.shape[1]))
+            into.copy_(data, non_blocking=True)
+        self._saves.synchronize()
+
+    def put(self, layer: int, copies: "Sequence[Copy]") -> None:
+        """Whole pages in pinned memory are fetched by one kernel, which costs the thread that computes less than a call for each."""
+        whole = [copy for copy in copies if copy.stays and copy.tokens == self._pool.page_size and self._shape.codec == "none"]
+        with torch.cuda.stream(self._loads):
+            if whole:
+                self._fetch(layer, whole)
+            for page, tokens, data, _ in (copy for copy in copies if copy not in whole) if len(whole) < len(copies) else ():
+                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+                k, v = self._pool.k[layer, slots], self._pool.v[layer, slots]
+                if self._shape.codec == "none":
+                    k.view(torch.uint8).view(-1).copy_(data[: k.nbytes], non_blocking=True)
+                    v.view(torch.uint8).view(-1).copy_(data[k.nbytes : 2 * k.nbytes], non_blocking=True)
+                else:
+                    new = self._codec.decode(data.to(k.device, non_blocking=True)[None], self._shape, tokens)
+                    k.copy_(new[0][0])
+                    v.copy_(new[1][0])
+
+    def _fetch(self, layer: int, copies: "Sequence[Copy]") -> None:
+        from ..kernels.gpu import fetch
+
+        where = torch.tensor([[copy.data.data_ptr() for copy in copies], [copy.page for copy in copies]]).pin_memory()
+        fetch(where.to(self._pool.k.device, non_blocking=True), self._pool.k[layer], self._pool.v[layer], self._pool.page_size)
+
+
+def mover_of(pool: PagePool, shape: Shape, codec: Codec) -> Mover:
+    return (CpuMover if pool.k.device.type == "cpu" else CudaMover)(pool, shape, codec)
