@@ -62,7 +62,8 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
     ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None, moves_down=False)
     if disk is not None:
         _enter(ledger, disk, page_bytes, time.time())
-    log.info("store: %s", ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items()))
+    sizes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items())
+    log.info("cached context outlives the pool: %s%s", sizes, f" in {_directory(config)}" if disk is not None else "")
     transfer = Transfer(shape, packed, mover_of(pool, shape, packed), host, below, reserve=passing)
     if disk is None:
         return Store(transfer, ledger, below, buffer=BUFFER)
