@@ -51,7 +51,7 @@ class Below:
             row.cached = None if row.cached is None else row.cached - (row.loaded - came)
             row.computed = row.settled + came
             row.loaded = came
-            row.miss = Miss("lost", row.computed)
+            row.miss = Miss("lost", row.imported + row.computed)
         left = row.loaded
         for part in parts:
             row.tiers[part.tier] = row.tiers.get(part.tier, 0) + min(left, len(part.card.tokens))

@@ -125,8 +125,7 @@ class Scheduler:
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
         for row in [row for row in self.loading if row.loads_since + PATIENCE < self._now and row.load is not None and not row.load.done]:
-            row.is_shunned = True
-            self._preempt(row)
+            self._shun(row)
         alone = not self.running
         for row in [row for row in self.loading if alone or row.load is None or row.load.done]:
             self.loading.remove(row)
@@ -135,11 +134,16 @@ class Scheduler:
                 self._end_load(row)
 
     def _end_load(self, row: Row) -> None:
-        """A row whose load does not end begins again, elsewhere, and computes."""
         assert self.below is not None and row.load is not None
         if row.load.late or not self.below.end(row):
-            row.is_shunned = True
-            self._preempt(row)
+            self._shun(row)
+
+    def _shun(self, row: Row) -> None:
+        """What a row waits for does not come: it begins again in other pages, and computes."""
+        row.is_shunned = True
+        row.cached = None if row.cached is None else row.cached - row.loaded
+        row.miss = Miss("lost", row.imported + row.settled)
+        self._preempt(row)
 
     def unload(self) -> None:
         """A step found that some of what it was to read did not come. Nothing of it counts, and its rows compute what is missing."""

@@ -1,5 +1,6 @@
 """What the tiers below the pool tell of themselves."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,3 +24,15 @@ class StoreFacts:
     unsaved: Mapping[str, int] = field(default_factory=dict)  # pages that were not kept, by reason
     recomputed: int = 0  # tokens that were there, but sooner computed than loaded
     prefetched: int = 0  # pages that were brought up before they were asked for
+
+
+@dataclass
+class Counts:
+    """What happened, for the metrics."""
+
+    loaded: Counter[str] = field(default_factory=Counter)  # tokens, by tier
+    saved: Counter[str] = field(default_factory=Counter)  # pages, by tier
+    lost: Counter[str] = field(default_factory=Counter)  # pages that should have been there, by reason
+    unsaved: Counter[str] = field(default_factory=Counter)  # pages that were not kept, by reason
+    recomputed: int = 0  # tokens that were there, but sooner computed than loaded
+    prefetched: int = 0  # pages

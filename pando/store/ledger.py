@@ -146,18 +146,19 @@ class Ledger:
         """A chain shall be in a tier; it counts as used. It is given from its first page on, with those that are there already. `only`: of
         those that are not, these alone enter."""
         moves = self.expire(now)
-        entered: dict[Key, None] = {}
+        entered: list[Key] = []
+        before: set[Key] = set()  # of the chain, and there: what comes behind them does not displace them
         self.use([page.key for page in chain], now)
         for depth, (key, size) in enumerate(chain):
-            if only is not None and key not in only:
-                continue
-            page = self._pages.get(key) or Held(key, size, depth, now, self._begun(chain, depth, now))
-            if tier in page.tiers:
-                continue
-            refused = self._enter(tier, page, moves, entered)
-            if refused:
-                return Kept(tuple(entered), tuple(moves), refused)
-            entered[key] = None
+            known = self._pages.get(key)
+            if known is not None and tier in known.tiers:
+                before.add(key)
+            elif only is None or key in only:
+                refused = self._enter(tier, known or Held(key, size, depth, now, self._begun(chain, depth, now)), moves, before)
+                if refused:
+                    return Kept(tuple(entered), tuple(moves), refused)
+                entered.append(key)
+                before.add(key)
         return Kept(tuple(entered), tuple(moves))
 
     def restore(self, tier: str, page: Page, depth: int, used: float) -> list[Move]:

@@ -12,36 +12,24 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
 from ..kv.segment import Key, page_key, shared_length
 from ..kv.tree import Stem
-from .facts import Room, StoreFacts
+from .facts import Counts, Room, StoreFacts
 from .keeper import Found, Offer, Part, end_parent
 from .ledger import Ledger, Move, Page
 from .speeds import Speeds
 from .tier import Card, Lost, Tier, tenant_tag
-from .transfer import Load, Transfer, Worker
+from .transfer import Load, Transfer
+from .worker import Worker, tried
 
 log = logging.getLogger(__name__)
 
 TIDIED = 256  # pages written between two looks at what others left on disk
 NAMED = 2**16  # tenants, the latest: clients choose salts, and may choose many
 AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
-
-
-@dataclass
-class Counts:
-    """What happened, for the metrics."""
-
-    loaded: Counter[str] = field(default_factory=Counter)  # tokens, by tier
-    saved: Counter[str] = field(default_factory=Counter)  # pages, by tier
-    lost: Counter[str] = field(default_factory=Counter)  # pages that should have been there, by reason
-    unsaved: Counter[str] = field(default_factory=Counter)  # pages that were not kept, by reason
-    recomputed: int = 0  # tokens that were there, but sooner computed than loaded
-    prefetched: int = 0  # pages
 
 
 class Store:
@@ -221,7 +209,7 @@ class Store:
 
     def settle(self) -> list[Stem]:
         """As `pump`, when everything that is on its way out has been copied: a matter of milliseconds."""
-        _settle(self._saver)
+        self._saver.settle()
         return self.pump()
 
     def relent(self) -> list[Stem]:
@@ -248,8 +236,8 @@ class Store:
         cards = [card for offer in self._offers for card in offer.cards]
         self._offers.clear()
         self._not_saved(cards, "failed")
-        _settle(self._saver)
-        _settle(self._loader)
+        self._saver.settle()
+        self._loader.settle()
         self.pump()
         self._free = []
 
@@ -258,7 +246,7 @@ class Store:
         free = []
         while self._offers or self._leaving or self._writing:
             free += self.settle()
-            _settle(self._writer)
+            self._writer.settle()
         _stop((self._loader, self._saver, self._writer))
         for tier in self.below:
             tier.close()
@@ -279,7 +267,7 @@ class Store:
         def work() -> None:
             failed = []
             for card, page in going:
-                if _tried(partial(self.transfer.take, card, page, computed)) is not None:
+                if tried(partial(self.transfer.take, card, page, computed)) is not None:
                     failed.append(card)
             self._done.put(lambda: self._taken(offer, [card for card, _ in going], failed))
 
@@ -317,7 +305,7 @@ class Store:
 
         def work() -> None:
             for card in cards:
-                lost = _tried(partial(self.transfer.write, card, tier.name))
+                lost = tried(partial(self.transfer.write, card, tier.name))
                 self._done.put(partial(self._written, tier.name, card, lost))
 
         if cards:
@@ -381,7 +369,7 @@ class Store:
         for key in coming:  # one by one: what is urgent goes between
 
             def work(key: Key = key) -> None:
-                lost = _tried(partial(self.transfer.raise_to_host, key, tiers[key]))
+                lost = tried(partial(self.transfer.raise_to_host, key, tiers[key]))
                 self._done.put(partial(self._raised, key, lost))
 
             self._loader.post(work)
@@ -398,25 +386,6 @@ class Store:
             self.host.drop([key])
 
 
-def _tried(work: Callable[[], object]) -> Lost | None:
-    """Why something could not be moved, if it could not. An error of ours, or no memory, is no reason to stop either."""
-    try:
-        work()
-    except Lost as lost:
-        return lost
-    except Exception as error:
-        log.exception("a transfer failed")
-        return Lost("unreadable", type(error).__name__)
-    return None
-
-
 def _stop(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.stop()
-
-
-def _settle(worker: Worker) -> None:
-    """Until what was posted so far is done."""
-    reached: SimpleQueue[None] = SimpleQueue()
-    worker.post(lambda: reached.put(None))
-    reached.get()

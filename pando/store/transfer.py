@@ -4,7 +4,6 @@ A load goes layer by layer over all of its pages, so that whoever computes behin
 file passes through host memory and stays there.
 """
 
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -88,47 +87,6 @@ class Load:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-
-class Worker:
-    """One thread that does what is posted to it: what is urgent first, then in order."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: list[tuple[int, int, Callable[[], object]]] = []
-        self._posted = 0
-        self._stopping = False
-        self._name = name
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None  # begun with the first task
-
-    def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
-        with self._changed:
-            self._posted += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            heapq.heappush(self._tasks, (0 if urgent else 1, self._posted, task))
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """After the task that runs. What was posted and not begun is left undone."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(LATE)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._stopping)
-                if self._stopping:
-                    return
-                task = heapq.heappop(self._tasks)[2]
-            try:
-                task()
-            except Exception:  # an error of ours must not end what all later requests rely on
-                log.exception("a transfer failed")
 
 
 class Transfer:

@@ -431,6 +431,9 @@ def test_a_tier_that_does_not_answer_is_given_up(model: Model, tmp_path: Path, m
     events = run(engine, [Request("r", prompt, greedy(6))])
     assert [event.token for event in events["r", 0]] == cold(model, prompt)
     assert alone or events["other", 0][-1].finish_reason == "length"
+    first = events["r", 0][0]
+    assert (first.num_cached_tokens, dict(first.reuse.tiers)) == (0, {})
+    assert first.reuse.miss is not None and first.reuse.miss.reason == "lost"
     stuck.free.set()
     whole(engine)
     engine.close()

@@ -269,6 +269,17 @@ def prefixes(name: str) -> list[Page]:
     return [Page(name[: i + 1].encode(), 1 + sum(name[: i + 1].encode()) % 3) for i in range(len(name))]
 
 
+def test_a_chain_does_not_displace_its_own_beginning() -> None:
+    """Its later pages are needed by a waiting job, and its first one is not: as of a conversation that has outgrown its window."""
+    ledger = two_tiers(5, 3, POLICIES["lookahead"], None)
+    for now, name in enumerate(("a", "b")):
+        ledger.keep("host", prefixes(name), now)
+    ledger.join(0, [page.key for page in prefixes("bba")][1:])
+    kept = ledger.keep("host", prefixes("bba"), 2)
+    assert kept.refused == "no_room"
+    assert ledger.find([b"b"]) == ["host"]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
