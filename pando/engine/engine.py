@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.answers) or self.scheduler.making > 0
+        return bool(self.answers) or len(self.scheduler.makers) > 0
 
     # ---- a step
 
@@ -323,7 +323,7 @@ class Engine:
 
     def unmade(self, runs: Sequence[Run], tenant: Tenant) -> int:
         """How many of these runs are being made, or will be."""
-        return self.scheduler.unmade(self.admission.tenant(tenant), runs)
+        return self.scheduler.makers.unmade(self.admission.tenant(tenant), runs)
 
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""

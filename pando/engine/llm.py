@@ -162,10 +162,10 @@ class LLM:
         """Encodes what is not cached of a schema, as many modules at a time as fit into a step."""
         total = self.engine.encode(schema.stored, self._tenant)
         progress = _Progress(total, total > 1 and sys.stderr.isatty(), "module")
-        while self.engine.scheduler.making:
-            before = self.engine.scheduler.making
+        while len(self.engine.scheduler.makers):
+            before = len(self.engine.scheduler.makers)
             self._step()
-            for _ in range(before - self.engine.scheduler.making):
+            for _ in range(before - len(self.engine.scheduler.makers)):
                 progress.advance(True)
         progress.close()
 

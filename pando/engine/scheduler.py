@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ..kv.pages import Pages
-from ..kv.run import Run
 from ..kv.segment import Key, extend_keys, shared_length
 from ..kv.tree import Match, PrefixTree
 from ..store.keeper import Keeper
 from .below import Below
-from .imports import Want, find, wants
-from .request import Miss, SamplingParams
+from .imports import Want, find
+from .makers import Makers
+from .misses import Misses
+from .request import Miss
 from .row import Copy, Row, Schedule
 
-TRACED = 2**16  # pages of which it is remembered which of an owner's tenants had them first
 PATIENCE = 30.0  # seconds that a row waits for its context while others run
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
 
@@ -53,9 +53,9 @@ class Scheduler:
         self._arrivals = 0
         self._changed = True
         self._shape: list[tuple[int, int]] = []
-        self._traced: dict[Key, Key] = {}
+        self._misses = Misses(tree, reuse)
         self.below = Below(store, tree) if store is not None else None
-        self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
+        self.makers = Makers(tree, self.waiting, pages.page_size)
 
     # ---- requests come and go
 
@@ -70,8 +70,7 @@ class Scheduler:
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
-        if row.makes is not None:
-            self._making.pop(row.makes.name, None)
+        self.makers.forget(row)
         if row in self.running or row in self.loading:
             (self.running if row in self.running else self.loading).remove(row)
             self._release(row)
@@ -177,7 +176,7 @@ class Scheduler:
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
                 self._hand_over(row)
         for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
-            self._pass_on(row)
+            self.makers.pass_on(row)
             self.remove(row)
         self.tend()
 
@@ -214,8 +213,8 @@ class Scheduler:
         at it."""
         if len(row.imports) == len(row.wants):
             return None
-        if row.awaits is not None and (maker := self._making.get(row.awaits)) is not None:
-            return [] if self.running else self._forward(maker)  # of a thousand that wait for one another, only one needs to look
+        if row.awaits is not None and (maker := self.makers.of(row.awaits)) is not None:
+            return [] if self.running else self.makers.forward(maker)  # of a thousand that wait for one another, only one needs to look
         found = [find(self.tree, want, self._now) for want in row.wants]
         for old in row.imports:
             self.tree.unpin(old.pinned)
@@ -223,79 +222,27 @@ class Scheduler:
         missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
         if row.found is None:
             row.found = sum(len(each.want) for each in row.imports)
-            row.miss = self._missing(row, missing[0]) if missing else row.miss
+            row.miss = self.makers.miss(row, missing[0]) if missing else row.miss
         row.awaits = missing[-1].name if missing else None
-        return self._makers(row, missing) if missing else None
-
-    def _makers(self, row: Row, missing: Sequence[Want]) -> list[Row]:
-        """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds."""
-        found = []
-        for want in missing:
-            maker = self._making.get(want.name)
-            if maker is None:
-                found.append(self._maker(row.tenant, want, row.arrival))
-            else:
-                found += self._forward(maker)
-        return found
-
-    def _forward(self, maker: Row) -> list[Row]:
-        if maker not in self.waiting:
-            return []
-        self.waiting.remove(maker)
-        return [maker]
-
-    def _pass_on(self, maker: Row) -> None:
-        """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
-        assert maker.makes is not None
-        found = (maker.cached or 0) - len(maker.makes.origin.before)
-        for row in self.waiting if found > 0 else ():
-            mine = [want for want in row.wants if want.name == maker.makes.name] if row.found is not None and row.cached is None else []
-            for want in mine:
-                row.found, left = (row.found or 0) + found, found
-                for tier, count in maker.tiers.items():
-                    row.tiers[tier] = row.tiers.get(tier, 0) + min(left, count)
-                    left -= min(left, count)
-                if row.miss == self._missing(row, want) and found >= len(want) - 1:
-                    row.miss = None
-
-    def _missing(self, row: Row, lost: Want) -> Miss:
-        before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
-        return Miss("evicted" if any(map(self.tree.was_evicted, lost.keys)) else "cold", before)
+        return self.makers.for_row(row, missing) if missing else None
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
-        missing = []
+        now, missing = self.clock(), list[Row]()
         for want in asked:
-            found = find(self.tree, want, self.clock())
+            found = find(self.tree, want, now)
             if found is not None:
                 self.tree.unpin(found.pinned)
-            elif want.name not in self._making:
+            elif self.makers.of(want.name) is None:
                 self._arrivals += 1
-                missing.append(self._maker(tenant, want, self._arrivals))
+                missing.append(self.makers.begin(tenant, want, self._arrivals))
         self.waiting.extend(missing)
         return len(missing)
 
-    @property
-    def making(self) -> int:
-        """Runs that are being made, or will be."""
-        return len(self._making)
-
     def stop_making(self) -> None:
         """Whoever still needs something of it asks again."""
-        for row in list(self._making.values()):
+        for row in self.makers.all():
             self.remove(row)
-
-    def unmade(self, tenant: Key, runs: Sequence[Run]) -> int:
-        """How many of these runs are among them."""
-        return sum(want.name in self._making for run in runs for want in wants(tenant, [run], self.pages.page_size))
-
-    def _maker(self, tenant: Key, want: Want, arrival: int) -> Row:
-        origin, path = want.origin, want.path
-        maker = Row("", -1, path, SamplingParams(), 0, want.lineage, len(path), tenant, makes=want, arrival=arrival)
-        maker.at, maker.wants, maker.found = origin.start, wants(tenant, origin.context, self.pages.page_size, makes=True), 0
-        maker.awaits = maker.wants[-1].name if maker.wants else None
-        self._making[want.name] = maker
-        return maker
 
     def _give_way(self, row: Row, skipped: Sequence[Row]) -> bool:
         """Where nothing runs and there is no room, only the first that waits keeps what it has found: the others begin again later."""
@@ -370,9 +317,9 @@ class Scheduler:
             self._place_repaired(row)
         if row.cached is None:
             row.cached = row.computed + (row.found or 0)
-            row.miss = row.miss or self._miss(row, match, limit)
+            row.miss = row.miss or self._misses.why(row, match, limit)
             row.waited = self._now - row.arrived
-            self._remember(row)
+            self._misses.remember(row)
         if self.below is not None and row.makes is None:
             self.below.store.leave(row.arrival)
         if row.load is not None and any(other.load is None for other in self.running):
@@ -406,28 +353,6 @@ class Scheduler:
                 same = shared_length(own, other.tokens[other.settled : other.computed])
                 best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
         return best
-
-    def _miss(self, row: Row, match: Match, limit: int) -> Miss | None:
-        """Why the rest of a prompt must be computed; None where it is new, and all that is known of it was found."""
-        found, page = row.computed, (match.stem.end - row.at) // self.pages.page_size
-        token = row.imported + found
-        if not limit:
-            return None if row.wants else Miss("too_short" if self.reuse and row.scored is None else "off", 0)
-        if found >= limit:
-            return None
-        if page < len(row.keys) and self.tree.was_evicted(row.keys[page]):
-            return Miss("evicted", token)
-        if page < len(row.trace) and self._traced.get(row.trace[page], row.lineage.owner) != row.lineage.owner:
-            return Miss("other_tenant", token)
-        if found == 0:
-            return None if row.wants else Miss("cold", 0)
-        return Miss("diverged", token) if match.diverges and found == match.length - row.at else None
-
-    def _remember(self, row: Row) -> None:
-        for key in row.trace:
-            self._traced.setdefault(key, row.lineage.owner)
-        while len(self._traced) > TRACED:
-            del self._traced[next(iter(self._traced))]
 
     # ---- pages
 

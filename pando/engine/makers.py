@@ -1,0 +1,78 @@
+"""Rows that answer nothing: they make runs that others wait for, and leave them to the tree."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..kv.run import Run
+from ..kv.segment import Key
+from ..kv.tree import PrefixTree
+from .imports import Want, wants
+from .request import Miss, SamplingParams
+from .row import Row
+
+
+class Makers:
+    def __init__(self, tree: PrefixTree, waiting: deque[Row], page_size: int) -> None:
+        self._tree, self._waiting, self._page_size = tree, waiting, page_size
+        self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
+
+    def __len__(self) -> int:
+        return len(self._making)
+
+    def all(self) -> list[Row]:
+        return list(self._making.values())
+
+    def of(self, name: tuple[Key, bytes]) -> Row | None:
+        return self._making.get(name)
+
+    def forget(self, row: Row) -> None:
+        """A row that is gone, if it made something."""
+        if row.makes is not None:
+            self._making.pop(row.makes.name, None)
+
+    def for_row(self, row: Row, missing: Sequence[Want]) -> list[Row]:
+        """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds."""
+        found = []
+        for want in missing:
+            maker = self._making.get(want.name)
+            if maker is None:
+                found.append(self.begin(row.tenant, want, row.arrival))
+            else:
+                found += self.forward(maker)
+        return found
+
+    def forward(self, maker: Row) -> list[Row]:
+        if maker not in self._waiting:
+            return []
+        self._waiting.remove(maker)
+        return [maker]
+
+    def pass_on(self, maker: Row) -> None:
+        """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
+        assert maker.makes is not None
+        found = (maker.cached or 0) - len(maker.makes.origin.before)
+        for row in self._waiting if found > 0 else ():
+            mine = [want for want in row.wants if want.name == maker.makes.name] if row.found is not None and row.cached is None else []
+            for want in mine:
+                row.found, left = (row.found or 0) + found, found
+                for tier, count in maker.tiers.items():
+                    row.tiers[tier] = row.tiers.get(tier, 0) + min(left, count)
+                    left -= min(left, count)
+                if row.miss == self.miss(row, want) and found >= len(want) - 1:
+                    row.miss = None
+
+    def miss(self, row: Row, lost: Want) -> Miss:
+        before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
+        return Miss("evicted" if any(map(self._tree.was_evicted, lost.keys)) else "cold", before)
+
+    def unmade(self, tenant: Key, runs: Sequence[Run]) -> int:
+        """How many of these runs are among them."""
+        return sum(want.name in self._making for run in runs for want in wants(tenant, [run], self._page_size))
+
+    def begin(self, tenant: Key, want: Want, arrival: int) -> Row:
+        origin, path = want.origin, want.path
+        maker = Row("", -1, path, SamplingParams(), 0, want.lineage, len(path), tenant, makes=want, arrival=arrival)
+        maker.at, maker.wants, maker.found = origin.start, wants(tenant, origin.context, self._page_size, makes=True), 0
+        maker.awaits = maker.wants[-1].name if maker.wants else None
+        self._making[want.name] = maker
+        return maker
