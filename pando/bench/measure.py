@@ -154,3 +154,9 @@ def _cpu_name() -> str:
 
 def as_json(facts: Mapping[str, object], results: Sequence[Result]) -> dict[str, object]:
     return {"machine": dict(facts), "results": [asdict(result) for result in results]}
+
+
+def told(results: list[Result]) -> list[Result]:
+    """Says results as soon as they are there."""
+    print("\n".join(map(line, results)), flush=True)
+    return results

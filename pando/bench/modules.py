@@ -14,22 +14,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import get_args
 
 import torch
 
-from ..config import Device, DType, EngineConfig, Parser
+from ..config import EngineConfig, Parser
 from ..engine.llm import LLM
 from ..engine.request import SamplingParams
 from ..engine.schemas import Prompt
 from ..engine.words import Words
 from ..errors import InvalidOption
 from ..markup.schema import read_schema
-from ..model.load import Model, choose_device, choose_dtype, load
 from . import plot
 from .answers import compare_answers, read_questions
-from .measure import Result, as_json, bounded, compared, interleave, line, machine, table
-from .random_model import SHAPES, random_model
+from .measure import Result, as_json, bounded, compared, interleave, machine, table, told
+from .subject import add_model, model_of
 from .traffic import VOCABULARY
 
 COLD, ALONE, MODULAR = "cold", "new words alone", "modules"
@@ -57,17 +55,19 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.plot:
         plot.check(arguments.plot)
-    model = _model(arguments)
+    if arguments.questions < 1 or arguments.repeats < 1:
+        raise InvalidOption("--questions and --repeats must be at least 1")
+    model = model_of(arguments)
     sizes = QUICK if arguments.quick else Sizes(repeats=arguments.repeats)
     facts = machine(torch.get_num_threads(), " ".join(["pando bench modules", *argv]))
     named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
     facts |= {"model": named, "device": str(model.device), "dtype": str(model.dtype)}
     print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
     bench = Bench(LLM.from_config(EngineConfig(model=arguments.model, disk_gib=0), model), sizes, judged=not arguments.quick)
-    results = _told(bench.reading())
-    results += _told(bench.first_token())
+    results = told(bench.reading())
+    results += told(bench.first_token())
     curve = bench.curve()
-    results += _told(curve)
+    results += told(curve)
     if arguments.plot:
         draw(curve, f"{named} on {model.device}, {sizes.new} new tokens", arguments.plot)
     if arguments.data:
@@ -75,16 +75,11 @@ def main(argv: Sequence[str]) -> int:
         del bench  # its pool is needed
         gc.collect()
         for paragraphs in (1, 4):
-            results += _told(compare_answers(model, questions, paragraphs, arguments.questions, arguments.seed))
+            results += told(compare_answers(model, questions, paragraphs, arguments.questions, arguments.seed))
     print("\n" + table(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def _told(results: list[Result]) -> list[Result]:
-    print("\n".join(map(line, results)), flush=True)
-    return results
 
 
 @dataclass
@@ -198,23 +193,10 @@ def draw(curve: Sequence[Result], title: str, file: Path) -> None:
     figure.savefig(file)
 
 
-def _model(arguments: argparse.Namespace) -> Model:
-    if arguments.random_weights:
-        place = choose_device(arguments.device)
-        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place))
-    if arguments.questions < 1 or arguments.repeats < 1:
-        raise InvalidOption("--questions and --repeats must be at least 1")
-    return load(arguments.model, device=arguments.device, dtype=arguments.dtype)
-
-
 def _parser() -> argparse.ArgumentParser:
     about = "Measure prompts made of modules: the time to their first token, and how near their answers are to those of plain prompts."
     parser = Parser(prog="pando bench modules", description=about)
-    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
-    parser.add_argument("--random-weights", action="store_true", help="a model with random weights; needs no file or network")
-    parser.add_argument("--shape", default="smollm2-135m", choices=SHAPES, help="of the random weights (smollm2-135m)")
-    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
-    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    add_model(parser)
     parser.add_argument("--repeats", type=int, default=Sizes.repeats, metavar="N", help=f"of each; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with xquad_en.json: compare answers, too")

@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
 
 import torch
 
-from ..config import Device, DType, EngineConfig, Parser
+from ..config import Parser
 from ..errors import InvalidOption
-from ..model.load import Model, choose_device, choose_dtype, load
+from ..model.load import Model
 from . import codecs, preload, returning, saving
-from .measure import Result, as_json, line, machine, table
-from .random_model import SHAPES, random_model
+from .measure import Result, as_json, machine, table, told
+from .subject import add_model, model_of
 from .workloads import gather
 
 
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         plot.check(arguments.plot)
     if any(value is not None and value <= 0 for value in (arguments.repeats, arguments.rows, arguments.new, arguments.bandwidth)):
         raise InvalidOption("--repeats, --rows, --new and --bandwidth must be more than 0")
-    model = _model(arguments)
+    model = model_of(arguments)
     facts = machine(torch.get_num_threads(), " ".join(["pando bench store", *argv]))
     named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
     facts |= {"model": named, "device": str(model.device), "dtype": str(model.dtype)}
@@ -82,8 +81,7 @@ def main(argv: Sequence[str]) -> int:
     for name in arguments.only or CASES:
         print(f"\nmeasuring {name} ...", flush=True)
         with TemporaryDirectory(prefix="pando-bench-", dir=arguments.dir) as folder:
-            results[name] = CASES[name](Setting(model, Path(folder), arguments))
-        print("\n".join(map(line, results[name])), flush=True)
+            results[name] = told(CASES[name](Setting(model, Path(folder), arguments)))
     every = [result for found in results.values() for result in found]
     print("\n" + table(every))
     if arguments.plot:
@@ -116,21 +114,10 @@ def draw(results: dict[str, list[Result]], title: str, file: Path) -> None:
     figure.savefig(file)
 
 
-def _model(arguments: argparse.Namespace) -> Model:
-    if arguments.random_weights:
-        place = choose_device(arguments.device)
-        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place))
-    return load(arguments.model, device=arguments.device, dtype=arguments.dtype)
-
-
 def _parser() -> argparse.ArgumentParser:
     about = "Measure the tiers below the pool: conversations that come back, loading, saving and rounding."
     parser = Parser(prog="pando bench store", description=about)
-    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
-    parser.add_argument("--random-weights", action="store_true", help="a model with random weights; needs no file or network")
-    parser.add_argument("--shape", default="smollm2-135m", choices=SHAPES, help="of the random weights (smollm2-135m)")
-    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
-    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    add_model(parser)
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each conversation and load; medians count (3; on a GPU 7 loads)")
     parser.add_argument("--rows", type=int, metavar="N", help="requests whose context is loaded together (1; on a GPU 16)")

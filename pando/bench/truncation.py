@@ -27,7 +27,7 @@ from ..kv.run import Origin, Run
 from ..kv.segment import Segment
 from ..model.load import Model, load
 from .judge import Listener
-from .measure import Result, as_json, bounded, compared, interleave, line, machine, table
+from .measure import Result, as_json, bounded, compared, interleave, machine, table, told
 from .workloads import DATA_VARIABLE, gather
 
 RECOMPUTED, MOVED, ROOTLESS, NAIVE = "recomputed", "moved", "moved without the first tokens", "naive"
@@ -61,16 +61,11 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
     bench = Bench(model, model.tokenizer.encode(texts.prose), sizes, judged=not arguments.quick)
     results = bench.perplexity()
-    results += _told(bench.first_token())
+    results += told(bench.first_token())
     print("\n" + table(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def _told(results: list[Result]) -> list[Result]:
-    print("\n".join(map(line, results)), flush=True)
-    return results
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +116,7 @@ class Bench:
         results = [Result(f"{case}, {way}", so_far[way], "", so_far[RECOMPUTED]) for way in (MOVED, ROOTLESS, NAIVE)]
         apart = 100 * abs(so_far[MOVED] / so_far[RECOMPUTED] - 1)
         near = "moved states against recomputed ones"
-        return _told([*results, bounded(near, apart, "%", MOST_APART) if self._judged else Result(near, apart, "%")])
+        return told([*results, bounded(near, apart, "%", MOST_APART) if self._judged else Result(near, apart, "%")])
 
     def _window(self, tokens: Sequence[int]) -> dict[str, float]:
         """The nats of what follows, in each way. All but the last token of the window are held, as behind an answer."""
