@@ -95,12 +95,13 @@ static inline quad totals(const vec x[4]) { return add_pairs(add_pairs(fold(x[0]
 
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
 
+static inline vec either(ints which, vec a, vec b) { return (vec)(((ints)a & which) | ((ints)b & ~which)); }
+
 static inline vec larger(vec a, vec b) { /* b, where one of them is NaN */
 #ifdef __AVX512F__
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    ints mask = a > b;
-    return (vec)(((ints)a & mask) | ((ints)b & ~mask));
+    return either(a > b, a, b);
 #endif
 }
 
@@ -125,31 +126,24 @@ static inline int any_above(vec x, float limit) {
 
 #define LOG2_E 1.44269504f
 
-/* 2^x of `count` vectors at once, so that none waits for itself: 2e-7 relative, or, `roughly`, 1e-4, a fraction of what a bfloat16 keeps. A
-   polynomial, to whose exponent a whole number is added. Below -126 it answers that of -126, which is nothing; x is at most 127. NaN stays
-   NaN: a row without numbers must be found out. */
-static inline void powers(vec *x, int count, int roughly) {
+/* 2^x of `count` vectors at once, so that none waits for itself: 2e-7 relative. A polynomial, to whose exponent a whole number is added.
+   Below -126 it answers that of -126, which is nothing; x is at most 127. NaN stays NaN: a row without numbers must be found out. */
+static inline void powers(vec *x, int count) {
     vec n[4], p[4];
     for (int i = 0; i < count; i++) x[i] = larger(all(-126.0f), x[i]);
     for (int i = 0; i < count; i++) n[i] = x[i] + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
     for (int i = 0; i < count; i++) x[i] -= n[i] - 12582912.0f;
-    if (roughly) {
-        for (int i = 0; i < count; i++) p[i] = x[i] * 5.517166875e-2f + 2.426111335e-1f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 6.932609865e-1f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 9.999280729e-1f;
-    } else {
-        for (int i = 0; i < count; i++) p[i] = x[i] * 1.535336188e-4f + 1.339887440e-3f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 9.618437357e-3f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 5.550332471e-2f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 2.402264791e-1f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 6.931472029e-1f;
-        for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 1.0f;
-    }
+    for (int i = 0; i < count; i++) p[i] = x[i] * 1.535336188e-4f + 1.339887440e-3f;
+    for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 9.618437357e-3f;
+    for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 5.550332471e-2f;
+    for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 2.402264791e-1f;
+    for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 6.931472029e-1f;
+    for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 1.0f;
     for (int i = 0; i < count; i++) x[i] = (vec)((ints)p[i] + ((ints)n[i] << 23));
 }
 
 static inline vec exp2_fast(vec x) {
-    powers(&x, 1, 0);
+    powers(&x, 1);
     return x;
 }
 

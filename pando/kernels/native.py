@@ -34,8 +34,8 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD = 96, 256  # as in attend.h and native.c
 TILE_ROWS = ROWS  # packed queries of a tile: the more, the fewer passes over the keys
-TILE_KEYS = 512  # keys after which a read is split, if it would leave threads without work
-TASKS_PER_THREAD = 6  # from which the last to finish keeps nobody waiting for long
+TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave threads without work
+TASKS_PER_THREAD = 3  # from which the last to finish keeps nobody waiting for long
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
 RUN_QUERIES, SQUARE_QUERIES, PROBE_KEYS = 32, 128, 2048  # of the reads that are timed: a batch over a prefix, a prompt
 LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2

@@ -151,72 +151,108 @@ static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, 
 }
 
 #define PACKED (SIDE * SIDE) /* pairs of a tile, whose rows lie one behind the other */
+#define TILE_BYTES (SIDE * 64)
 
-/* c [rows, columns] = a [rows, depth] b, or is added to: whole tiles, those of b packed, `b_column` apart from one column to the next;
-   `across` is a row's length in memory. Four tiles of c are made at a time: a product waits for the one before it in the same tile, and
-   what is loaded is used twice. */
-static inline void multiply(const el *a, int a_across, const pair_of_el *b, int b_column, float *c, int c_across, int rows, int columns,
-                            int depth, int add) {
-    int64_t a_row = a_across * sizeof *a, c_row = c_across * sizeof *c;
-    for (int r = 0; r < rows; r += 2 * SIDE)
-        for (int j = 0; j < columns; j += 2 * SIDE) {
-            int below = r + SIDE < rows, beside = j + SIDE < columns;
-            float *here = c + r * c_across + j, *under = here + SIDE * c_across;
-            const pair_of_el *of_b = b + j / SIDE * b_column;
-            ZERO(0); ZERO(1); ZERO(2); ZERO(3);
-            if (add) {
-                LOAD(0, here, c_row);
-                if (beside) LOAD(1, here + SIDE, c_row);
-                if (below) LOAD(2, under, c_row);
-                if (below && beside) LOAD(3, under + SIDE, c_row);
+/* Where the tiles of a product are: rows `row` bytes apart, and `step` bytes from one tile to the next. At 0: there is none. */
+typedef struct {
+    const void *at;
+    int64_t row, step;
+} Source;
+
+/* Four tiles of sums, c[i][j] of a[i] and b[j], are made of `steps` products each, or are added to: a product waits for the one before it
+   in the same tile, and what is loaded is used twice. */
+static inline void multiply(const Source a[2], const Source b[2], int steps, float *const c[2][2], int add) {
+    int below = a[1].at != 0, beside = b[1].at != 0;
+    ZERO(0); ZERO(1); ZERO(2); ZERO(3);
+    if (add) {
+        LOAD(0, c[0][0], 64);
+        if (beside) LOAD(1, c[0][1], 64);
+        if (below) LOAD(2, c[1][0], 64);
+        if (below && beside) LOAD(3, c[1][1], 64);
+    }
+    for (int i = 0; i < steps; i++) {
+        LOAD(4, (const char *)a[0].at + i * a[0].step, a[0].row);
+        LOAD(6, (const char *)b[0].at + i * b[0].step, b[0].row);
+        DOT(0, 4, 6);
+        if (beside) { LOAD(7, (const char *)b[1].at + i * b[1].step, b[1].row); DOT(1, 4, 7); }
+        if (below) { LOAD(5, (const char *)a[1].at + i * a[1].step, a[1].row); DOT(2, 5, 6); }
+        if (below && beside) DOT(3, 5, 7);
+    }
+    STORE(0, c[0][0], 64);
+    if (beside) STORE(1, c[0][1], 64);
+    if (below) STORE(2, c[1][0], 64);
+    if (below && beside) STORE(3, c[1][1], 64);
+}
+
+typedef uint16_t words __attribute__((vector_size(64)));
+#define TURNS(i) i, 32 + i, 1 + i, 33 + i, 2 + i, 34 + i, 3 + i, 35 + i
+
+/* Values of the pool, transposed: for every 32 elements of a head two rows of tiles, with room for `tiles` in each, of which one takes in
+   32 keys. Elements 0 to 3, 8 to 11, 16 to 19 and 24 to 27 are in the first of the two: so two keys meet by one instruction. Past the last
+   key, up to a whole tile, stands the first, which weighs nothing. */
+static inline void pack_values(const el *v, const int32_t *slots, int64_t apart, int count, int D, pair_of_el *to, int tiles) {
+    for (int j = 0; j < count; j += DEPTH, to += PACKED)
+        for (int d = 0; d < D; d += DEPTH) {
+            sixteen low[SIDE], high[SIDE];
+            for (int i = 0; i < SIDE; i++) {
+                int one = j + 2 * i;
+                words a, b;
+                memcpy(&a, v + slots[one < count ? one : 0] * apart + d, sizeof a);
+                memcpy(&b, v + slots[one + 1 < count ? one + 1 : 0] * apart + d, sizeof b);
+                low[i] = (sixteen)PICK(words, a, b, TURNS(0), TURNS(8), TURNS(16), TURNS(24));
+                high[i] = (sixteen)PICK(words, a, b, TURNS(4), TURNS(12), TURNS(20), TURNS(28));
             }
-            for (int k = 0; k < depth; k += DEPTH, of_b += PACKED) {
-                LOAD(4, a + r * a_across + k, a_row);
-                LOAD(6, of_b, 64);
-                DOT(0, 4, 6);
-                if (beside) { LOAD(7, of_b + b_column, 64); DOT(1, 4, 7); }
-                if (below) { LOAD(5, a + (r + SIDE) * a_across + k, a_row); DOT(2, 5, 6); }
-                if (below && beside) DOT(3, 5, 7);
-            }
-            STORE(0, here, c_row);
-            if (beside) STORE(1, here + SIDE, c_row);
-            if (below) STORE(2, under, c_row);
-            if (below && beside) STORE(3, under + SIDE, c_row);
+            transpose(low);
+            transpose(high);
+            memcpy(to + d / SIDE * tiles * PACKED, low, sizeof low);
+            memcpy(to + (d / SIDE + 1) * tiles * PACKED, high, sizeof high);
         }
 }
 
-/* Has a line fetched that will be written soon: a store that finds none holds up all behind it. */
-static inline void ask_to_write(pair_of_el *line) { __builtin_prefetch(line, 1, 3); }
-
-/* Keys of the pool, `apart` elements from slot to slot: for each 16 of them D / DEPTH tiles. Past the last key tiles are zero. */
-static inline void pack_keys(const el *k, const int32_t *slots, int64_t apart, int count, int D, pair_of_el *to) {
-    for (int j = 0; j < count; j += SIDE) {
-        const el *from[SIDE];
-        int here = count - j < SIDE ? count - j : SIDE;
-        for (int i = 0; i < here; i++) from[i] = k + slots[j + i] * apart;
-        for (int d = 0; d < D; d += DEPTH, to += PACKED) {
-            for (int i = 0; i < SIDE; i++) ask_to_write(to + PACKED + i * SIDE);
-            transpose_pairs(from, here, to, SIDE);
-            for (int i = 0; i < here; i++) from[i] += DEPTH;
-        }
+/* What was gathered by such values, `count` of 16 columns, becomes rows of D. */
+static inline void unpack_sums(const float *sums, int D, float *const *rows, int count) {
+    for (int d = 0; d < D; d += SIDE) {
+        sixteen tile[SIDE];
+        memcpy(tile, sums + d * SIDE, sizeof tile);
+        transpose(tile);
+        int first = d / DEPTH * DEPTH + d % DEPTH / 4;
+        for (int i = 0; i < count; i++)
+            for (int four = 0; four < 4; four++) memcpy(rows[i] + first + 8 * four, (float *)(tile + i) + 4 * four, 4 * sizeof(float));
     }
 }
 
-/* Their values: for each 16 elements of a head one tile for each 32 keys, with room for `tiles`. Past the last, up to a whole tile, stands
-   the first, which weighs nothing. */
-static inline void pack_values(const el *v, const int32_t *slots, int64_t apart, int count, int D, pair_of_el *to, int tiles) {
-    for (int j = 0; j < count; j += DEPTH, to += PACKED)
-        for (int i = 0; i < SIDE; i++) {
-            int one = j + 2 * i;
-            const el *a = v + slots[one < count ? one : 0] * apart, *b = v + slots[one + 1 < count ? one + 1 : 0] * apart;
-            for (int d = 0; d < D; d += WIDTH) {
-                half_vec x, y;
-                memcpy(&x, a + d, sizeof x);
-                memcpy(&y, b + d, sizeof y);
-                bits_vec pair = __builtin_convertvector(x, bits_vec) | __builtin_convertvector(y, bits_vec) << 16;
-                pair_of_el *place = to + d / SIDE * tiles * PACKED + i * SIDE + d % SIDE;
-                ask_to_write(place + 4 * SIDE);
-                memcpy(place, &pair, sizeof pair);
-            }
-        }
+/* 2^x of four vectors, 1e-4 relative, a fraction of what a bfloat16 keeps; else as `powers`. */
+static inline void powers_roughly(vec x[4]) {
+    vec f[4], p[4];
+#ifdef __AVX512DQ__
+    for (int i = 0; i < 4; i++) f[i] = (vec)_mm512_reduce_ps((__m512)x[i], 1); /* less the next lower whole number */
+#else
+    vec n[4];
+    for (int i = 0; i < 4; i++) x[i] = larger(all(-126.0f), x[i]);
+    for (int i = 0; i < 4; i++) n[i] = (x[i] - 0.5f) + 12582912.0f;
+    for (int i = 0; i < 4; i++) f[i] = x[i] - (n[i] - 12582912.0f);
+#endif
+    for (int i = 0; i < 4; i++) p[i] = f[i] * 7.802452e-2f + 2.2606717e-1f;
+    for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + 6.9583353e-1f;
+    for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + 9.9992522e-1f;
+#ifdef __AVX512DQ__
+    for (int i = 0; i < 4; i++) x[i] = (vec)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);
+#else
+    for (int i = 0; i < 4; i++) x[i] = (vec)((ints)p[i] + ((ints)n[i] << 23));
+#endif
+}
+
+/* Weights of two keys, for WIDTH columns, as pairs of elements. */
+static inline void store_pairs(pair_of_el *to, vec one, vec other) {
+#if defined(__AVX512BF16__) && WIDTH == 16
+    static const words turns = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)other, (__m512)one);
+    both = _mm512_permutexvar_epi16((__m512i)turns, both);
+    memcpy(to, &both, sizeof both);
+#else
+    el a[WIDTH], b[WIDTH];
+    store(a, one);
+    store(b, other);
+    for (int i = 0; i < WIDTH; i++) to[i] = a[i] | (uint32_t)b[i] << 16;
+#endif
 }

@@ -17,6 +17,8 @@ from .rope import turns
 
 Numbers = NDArray[np.int64]
 
+GRAIN = 64  # keys of which a cut is a multiple
+
 
 class Left(NamedTuple):
     """What others leave of the reads: the keys from `begin` to `end` of each. They answer the tokens `owners`, whose parts come first."""
@@ -27,7 +29,7 @@ class Left(NamedTuple):
 
 
 class Tiling:
-    """A read is cut after `keys` of its keys, unless so many tiles of queries, `enough`, keep the machine busy without it."""
+    """A read is cut into so many tiles, `enough`, that the machine is kept busy, but none of less than `keys` keys for that."""
 
     def __init__(self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, enough: float) -> None:
         self._geometry = geometry
@@ -42,9 +44,11 @@ class Tiling:
     def _tile(self, reads: Reads, left: Left, pairs: int, keys: int, enough: float) -> Numbers:
         """Makes the tiles; answers the tokens of their parts."""
         queries, length = np.diff(reads.query_starts).astype(np.int64), left.end - left.begin
-        step = np.maximum(1, np.where(queries > enough * pairs, length, keys))
+        slices = -(-queries // pairs)
+        wanted = np.ceil(enough / np.maximum(1, slices)).astype(np.int64)
+        step = np.maximum(keys, -(-length // wanted // GRAIN) * GRAIN)
         cuts = -(-length // step)
-        counts = cuts * -(-queries // pairs)  # tiles of each read: slices of its queries, and of each its slices of keys
+        counts = cuts * slices  # tiles of each read: slices of its queries, and of each its slices of keys
         read = np.repeat(np.arange(len(reads)), counts)
         slice_, cut = np.divmod(np.arange(len(read)) - (np.cumsum(counts) - counts)[read], cuts[read])
         start, end = left.begin[read] + cut * step[read], left.end[read]

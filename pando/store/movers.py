@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.copies import copy_in
 from ..kv.pool import PagePool
 from .codec import Codec
 from .tier import Shape
@@ -94,6 +96,7 @@ class CudaMover:
     def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
         self._pool, self._shape, self._codec = pool, shape, codec
         self._loads, self._saves = torch.cuda.Stream(pool.k.device), torch.cuda.Stream(pool.k.device)
+        self._copy_in = copy_in()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -124,12 +127,12 @@ class CudaMover:
         self._saves.synchronize()
 
     def put(self, layer: int, copies: "Sequence[Copy]") -> None:
-        """Whole pages in pinned memory are fetched by one kernel, which costs the thread that computes less than a call for each."""
-        whole = [copy for copy in copies if copy.stays and copy.tokens == self._pool.page_size and self._shape.codec == "none"]
+        """What lies in pinned memory comes by one call: one for each would hold up the thread that computes."""
+        direct = [copy for copy in copies if self._comes_directly(copy)]
         with torch.cuda.stream(self._loads):
-            if whole:
-                self._fetch(layer, whole)
-            for page, tokens, data, _ in (copy for copy in copies if copy not in whole) if len(whole) < len(copies) else ():
+            if direct:
+                (self._fetch if self._copy_in is None else self._copy)(layer, direct)
+            for page, tokens, data, _ in (copy for copy in copies if not self._comes_directly(copy)) if len(direct) < len(copies) else ():
                 slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
                 k, v = self._pool.k[layer, slots], self._pool.v[layer, slots]
                 if self._shape.codec == "none":
@@ -139,6 +142,19 @@ class CudaMover:
                     new = self._codec.decode(data.to(k.device, non_blocking=True)[None], self._shape, tokens)
                     k.copy_(new[0][0])
                     v.copy_(new[1][0])
+
+    def _comes_directly(self, copy: Copy) -> bool:
+        whole = self._copy_in is not None or copy.tokens == self._pool.page_size
+        return copy.stays and whole and self._shape.codec == "none"
+
+    def _copy(self, layer: int, copies: "Sequence[Copy]") -> None:
+        assert self._copy_in is not None
+        facts = [(copy.page, copy.tokens, copy.data.data_ptr()) for copy in copies]
+        page, tokens, source = np.array(facts, dtype=np.uint64).T
+        size = tokens * np.uint64(self._pool.k[0, 0].nbytes)
+        start = page * np.uint64(self._pool.page_size * self._pool.k[0, 0].nbytes)
+        k, v = (np.uint64(each[layer].data_ptr()) for each in (self._pool.k, self._pool.v))
+        self._copy_in(np.concatenate((k + start, v + start)), np.concatenate((source, source + size)), np.tile(size, 2), self._loads)
 
     def _fetch(self, layer: int, copies: "Sequence[Copy]") -> None:
         from ..kernels.gpu import fetch

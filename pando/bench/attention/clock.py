@@ -15,7 +15,7 @@ from ..measure import interleave
 from .cases import DTYPES as SIZES
 from .cases import Case
 
-FLUSH = 256 << 20  # bytes written before each run, so that it finds nothing in a cache
+FLUSH = 256 << 20  # bytes written before each run, or, on a CPU, read as weights are, so that it finds nothing in a cache
 WARM_UPS = 3
 COPY = 256 << 20  # bytes copied to measure the bandwidth, on a CPU; a GPU copies four times as many
 SIDES = (512, 1024, 2048, 4096, 8192)  # of the square matrices that are multiplied to measure the rate
@@ -35,7 +35,7 @@ class Clock:
     device: torch.device
     repeats: int
     flush: int = FLUSH
-    _dirt: list[Tensor] = field(default_factory=list)  # the memory that is written, once it is needed
+    _dirt: list[Tensor] = field(default_factory=list)  # that memory, once it is needed
 
     def medians(self, runs: Mapping[str, Run]) -> dict[str, Timing]:
         """All runs in turn, each after a warm-up."""
@@ -48,8 +48,8 @@ class Clock:
 
     def _soil(self) -> None:
         if not self._dirt:
-            self._dirt.append(torch.empty(self.flush, dtype=torch.int8, device=self.device))
-        self._dirt[0].fill_(1)
+            self._dirt.append(torch.ones(self.flush // 4, device=self.device))
+        self._dirt[0].fill_(1) if self.device.type == "cuda" else self._dirt[0].sum()
 
     def _on_cpu(self, run: Run) -> float:
         self._soil()
