@@ -84,7 +84,7 @@ def parser() -> Parser:
 
     commands.add_parser(
         "bench",
-        help="measure Pando beside transformers; behind it `attention`, `modules`, `serve`, `overhead` or `soak` measure parts, or servers",
+        help="measure Pando beside transformers; behind it `attention`, `throughput`, `modules`, `serve` or `soak` measure parts",
         add_help=False,
     )
     commands.add_parser("version", help="print the version")

@@ -143,6 +143,10 @@ def _bench(argv: list[str]) -> int:
             from .bench.store import main as store
 
             return store(argv[1:])
+        case ["throughput"]:
+            from .bench.throughput.command import main as throughput
+
+            return throughput(argv[1:])
     from .bench.foundation import main as foundation
 
     return foundation(argv)

@@ -10,20 +10,31 @@ from ..model.tokenizer import Tokenizer
 from ..model.weights import LayerWeights, Norm, Weights
 
 SPREAD = 0.02
-SHAPES = {  # hidden size, layers, heads, KV heads, size of a head, intermediate size, vocabulary
-    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152),
-    "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32000),
-    "llama-2-13b": (5120, 40, 40, 40, 128, 13824, 32000),
-    "tiny": (32, 2, 4, 2, 8, 48, 320),
+SHAPES = {  # hidden size, layers, heads, KV heads, size of a head, intermediate size, vocabulary, base of the rotations
+    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152, 1e4),
+    "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32000, 1e4),
+    "llama-2-13b": (5120, 40, 40, 40, 128, 13824, 32000, 1e4),
+    "llama-3-8b": (4096, 32, 32, 8, 128, 14336, 128256, 5e5),
+    "tiny": (32, 2, 4, 2, 8, 48, 320, 1e4),
 }
 
 
 def random_model(shape: str, place: device, kind: dtype, positions: int = 8192, *, compiled: bool = True) -> Model:
-    hidden, layers, heads, kv_heads, size, wide, vocab = SHAPES[shape]
+    return dressed(shape, *random_weights(shape, place, kind, positions), compiled=compiled)
+
+
+def dressed(shape: str, config: ModelConfig, weights: Weights, *, compiled: bool = True) -> Model:
+    """A model with these weights, and a tokenizer that knows bytes."""
+    kind, place = weights.embed.dtype, weights.embed.device
+    return assembled(config, weights, byte_tokenizer(), b"random " + shape.encode(), kind, place, compiled=compiled)
+
+
+def random_weights(shape: str, place: device, kind: dtype, positions: int) -> tuple[ModelConfig, Weights]:
+    hidden, layers, heads, kv_heads, size, wide, vocab, base = SHAPES[shape]
     config = ModelConfig(
         family="llama", vocab_size=vocab, hidden_size=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=size,
         intermediate_size=wide, max_positions=positions, positions="rope", norm="rms", norm_eps=1e-5, activation="silu", gated=True,
-        block="sequential", softmax_scale=size**-0.5, rope=Rope(10000.0, size),
+        block="sequential", softmax_scale=size**-0.5, rope=Rope(base, size),
     )  # fmt: skip
     make = Generator(place).manual_seed(0)
 
@@ -40,8 +51,7 @@ def random_model(shape: str, place: device, kind: dtype, positions: int = 8192, 
         )
         for _ in range(layers)
     )  # fmt: skip
-    weights = Weights(weight(vocab, hidden), None, None, each, norm(), weight(vocab, hidden), None)
-    return assembled(config, weights, byte_tokenizer(), b"random " + shape.encode(), kind, place, compiled=compiled)
+    return config, Weights(weight(vocab, hidden), None, None, each, norm(), weight(vocab, hidden), None)
 
 
 def byte_tokenizer() -> Tokenizer:

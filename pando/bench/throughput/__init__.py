@@ -1,0 +1,1 @@
+"""`pando bench throughput`: whole engines, in the settings that the papers measured."""

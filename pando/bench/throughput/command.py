@@ -1,0 +1,148 @@
+"""`pando bench throughput`: whole engines with random weights, in the settings that the papers measured."""
+
+import argparse
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import torch
+
+from ...config import Device, DType, EngineConfig, Parser
+from ...engine.costs import device_name
+from ...errors import InvalidOption
+from ...model.load import choose_device, choose_dtype
+from ..attention.clock import FLUSH, Clock, Limits
+from ..measure import machine
+from ..random_model import SHAPES, dressed, random_weights
+from . import chunk, grid, prompt_cache, relay, steps
+from .report import Draw, Report, draw
+from .setting import Setting
+
+EXIT_FAILED, EXIT_INTERRUPT = 1, 130
+POSITIONS = 32768
+USUAL = {"cuda": "llama-2-7b", "cpu": "smollm2-135m"}  # shapes, by device
+
+
+class Table(NamedTuple):
+    about: str
+    measure: Callable[[Setting, argparse.Namespace], None]
+
+
+TABLES = {
+    "hydragen": Table("many rows behind one prefix: batch, prefix and new tokens", grid.measure),
+    "steps": Table("steps without sharing: against the weights, and idle time", steps.measure),
+    "relay": Table("a batch job and a service behind a system prompt", relay.measure),
+    "chunk": Table("latency, KV bytes and rows at a given rate", chunk.measure),
+    "prompt-cache": Table("first tokens behind modules in the pool and in host memory", prompt_cache.measure),
+}
+DRAWN: dict[str, Draw] = {
+    grid.TABLE: grid.draw,
+    steps.TABLE: steps.draw,
+    relay.JOB: relay.draw_job,
+    relay.SERVICE: relay.draw_service,
+    chunk.TABLE: chunk.draw,
+    prompt_cache.TABLE: prompt_cache.draw,
+}
+QUICK = {
+    "batches": [2], "prefixes": [64, 128], "new": [9], "steps": 3, "prompts": [16, 64], "requests": 12, "rows": 4,
+    "longest": 12, "arrivals": [50.0, 200.0], "duration": 0.05,
+    "chunk_prompts": [64, 128], "chunk_arrivals": [100.0, 100.0], "chunk_requests": 3, "chunk_answer": 8,
+    "module_tokens": 600, "repeats": 1,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        parser.set_defaults(**QUICK)
+        arguments = parser.parse_args(argv)
+    _check(arguments)
+    setting = _setting(arguments, " ".join(["pando bench throughput", *argv]))
+    for name, value in setting.report.facts.items():
+        print(f"{name:<16} {value}")
+    interrupted = False
+    try:
+        for name in arguments.only or TABLES:
+            _measure(name, setting, arguments)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("\nstopped: what was measured until now is kept", flush=True)
+    if setting.report.results:
+        print("\n" + setting.report.summary())
+    if arguments.plot:
+        draw(setting.report, DRAWN, f"{setting.report.facts['model']} on {setting.report.facts['device']}", arguments.plot)
+    failed = any(one.failed for one in setting.report.skipped)
+    return EXIT_INTERRUPT if interrupted else EXIT_FAILED if failed else 0
+
+
+def _measure(name: str, setting: Setting, arguments: argparse.Namespace) -> None:
+    """A table that breaks must not cost the others."""
+    try:
+        TABLES[name].measure(setting, arguments)
+    except InvalidOption:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        setting.report.skip(name, f"{type(error).__name__}: {error}", failed=True)
+
+
+def _setting(arguments: argparse.Namespace, command: str) -> Setting:
+    place = choose_device(arguments.device)
+    kind = choose_dtype(arguments.dtype, place)
+    shape = arguments.shape or USUAL[place.type]
+    positions = max(POSITIONS, max(arguments.prefixes) + 2 * max(arguments.new))
+    config, weights = random_weights(shape, place, kind, positions)
+    limits = Limits(place, arguments.bandwidth, arguments.rate)
+    facts = machine(torch.get_num_threads(), command)
+    if not arguments.only or {"hydragen", "steps"} & set(arguments.only):
+        name = str(kind).removeprefix("torch.")
+        facts |= {"bandwidth TB/s": f"{limits.bandwidth:.3g}", "rate TFLOP/s": f"{limits.rate(name):.3g}"}
+    facts |= {"model": f"random weights in the shape of {shape}", "device": device_name(place), "dtype": str(kind)}
+    clock = Clock(place, arguments.repeats, 1 << 20 if arguments.quick else FLUSH)
+    report = Report(facts, arguments.json)
+    judged = place.type == "cuda" and not arguments.quick
+    return Setting(dressed(shape, config, weights), weights, limits, clock, report, arguments.seed, judged)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Whatever is known to fail after minutes of measuring is refused before."""
+    for name in ("steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens"):
+        if getattr(arguments, name) < 1:
+            raise InvalidOption(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    for name in ("seconds", "duration", "limit", "bandwidth", "rate"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InvalidOption(f"--{name} is {value}; it must be above 0")
+    for flag, file in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InvalidOption(f"{flag} {file}: there is no folder {file.absolute().parent}")
+    if arguments.plot:
+        from .. import plot  # a GPU host may lack what it imports
+
+        plot.check(arguments.plot)
+    chunk.check(arguments)
+    relay.check(arguments)
+
+
+def _parser() -> Parser:
+    listed = "\n".join(f"  {name:<14}{table.about}" for name, table in TABLES.items())
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="pando bench throughput", description=f"{__doc__}\n\n{listed}", formatter_class=style, allow_abbrev=False)
+    parser.add_argument("--only", action="append", choices=TABLES, metavar="TABLE", help="one of the above; may be repeated (all)")
+    parser.add_argument("--shape", choices=SHAPES, help=f"of the random weights ({', '.join(SHAPES)}; {USUAL['cuda']} on a GPU)")
+    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
+    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the device, for the floors (measured)")
+    parser.add_argument("--rate", type=float, metavar="TFLOP/S", help="of the device, for the floors (measured)")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of products, reads and first tokens; medians count (7)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, lengths and arrivals (0)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is measured, anew with every line")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
+    grid.add_options(parser.add_argument_group("hydragen and steps"))
+    relay.add_options(parser.add_argument_group("relay"))
+    chunk.add_options(parser.add_argument_group("chunk"))
+    prompt_cache.add_options(parser.add_argument_group("prompt-cache"))
+    return parser
