@@ -267,8 +267,24 @@ void silu_gate(const el *x, el *out, int T, int I) {
     }
 }
 
-/* qkv [T, H + 2K, D]: rotates queries into `turned` [T, H, D], and keys, with their values, into the pool [S, K, D]. `turn` holds a cosine
-   and a sine for each of `pairs` adjacent pairs; the rest of a head passes through. */
+/* Rotates a head: `turn` holds a cosine and a sine for each of `pairs` adjacent pairs; the rest passes through. */
+static inline void rotate_head(const el *head, const float *turn, int pairs, int D, el *to) {
+    for (int p = 0; p < pairs; p++) {
+        float a = up(head[2 * p]), b = up(head[2 * p + 1]), c = turn[2 * p], s = turn[2 * p + 1];
+        to[2 * p] = down(a * c - b * s);
+        to[2 * p + 1] = down(a * s + b * c);
+    }
+    memcpy(to + 2 * pairs, head + 2 * pairs, (D - 2 * pairs) * sizeof(el));
+}
+
+/* out [N, H, D]: queries of q [T, H, D], whose tokens are `stride` apart, each as its placement turns it. */
+void rotate(const el *q, int64_t stride, const int64_t *which, const float *turn, int pairs, el *out, int N, int H, int D) {
+#pragma omp parallel for schedule(static) if (N > 16)
+    for (int n = 0; n < N; n++)
+        for (int h = 0; h < H; h++) rotate_head(q + which[n] * stride + h * D, turn + (int64_t)n * 2 * pairs, pairs, D, out + ((int64_t)n * H + h) * D);
+}
+
+/* qkv [T, H + 2K, D]: rotates queries into `turned` [T, H, D], and keys, with their values, into the pool [S, K, D]. */
 void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t *slots, el *turned, el *k, el *v, int T, int H, int K, int D) {
 #pragma omp parallel for schedule(static) if (T > 16)
     for (int t = 0; t < T; t++) {
@@ -276,12 +292,7 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
         const float *angle = turn + (int64_t)t * 2 * pairs;
         for (int h = 0; h < H + K; h++, row += D) {
             el *to = h < H ? turned + ((int64_t)t * H + h) * D : k + (slots[t] * K + h - H) * D;
-            for (int p = 0; p < pairs; p++) {
-                float a = up(row[2 * p]), b = up(row[2 * p + 1]), c = angle[2 * p], s = angle[2 * p + 1];
-                to[2 * p] = down(a * c - b * s);
-                to[2 * p + 1] = down(a * s + b * c);
-            }
-            memcpy(to + 2 * pairs, row + 2 * pairs, (D - 2 * pairs) * sizeof(el));
+            rotate_head(row, angle, pairs, D, to);
         }
         memcpy(v + slots[t] * K * D, row, (int64_t)K * D * sizeof(el));
     }

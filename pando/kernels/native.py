@@ -25,7 +25,6 @@ from .cpu import Run, Square, split_own
 from .ops import Activation, Apply, FusedOps
 from .reads import Reads, joined
 from .reference import Geometry
-from .rope import rotate
 from .tiling import Left, Tiling
 from .timing import seconds
 
@@ -126,6 +125,7 @@ class Library:
         self.rms_norm = _declare(library.rms_norm, p, p, p, i, i, ctypes.c_int64, f)
         self.silu_gate = _declare(library.silu_gate, p, p, i, i)
         self.rotate_and_store = _declare(library.rotate_and_store, p, p, i, p, p, p, p, i, i, i, i)
+        self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
         self.attend = _declare(library.attend, p)
 
 
@@ -216,7 +216,7 @@ class NativeLowering:
     """
 
     def __init__(self, library: Library, dense: Dense, reads: Reads, positions: Tensor, geometry: Geometry) -> None:
-        self._run, self._geometry, self._count = library.attend, geometry, len(positions)
+        self._library, self._geometry, self._count = library, geometry, len(positions)
         self._dense: list[tuple[Run | Square, slice]] = []
         left = self._share_out(reads, dense, positions)
         enough = TASKS_PER_THREAD * torch.get_num_threads() / geometry.kv_heads
@@ -267,11 +267,21 @@ class NativeLowering:
             out, lse = part.read(q, turned, k, v)
             self._parts[place] = out
             torch.mul(lse, LOG2_E, out=self._peaks[place])
-        if self._tiling.turn is not None:
-            moved = q[torch.from_numpy(self._tiling.reader[self._tiling.moved])]
-            turned = torch.cat((turned, rotate(moved, self._tiling.turn)))
-        turned, work = turned.contiguous(), self._work
+        turned, work = self._with_moved(q, turned.contiguous()), self._work
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         work.q, work.k, work.v, work.out = turned.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        self._run(self._place)
+        self._library.attend(self._place)
         return out
+
+    def _with_moved(self, q: Tensor, turned: Tensor) -> Tensor:
+        """The step's queries, and behind them those of moved placements."""
+        turn, which = self._tiling.turn, self._tiling.readers_moved
+        if turn is None:
+            return turned
+        queries = turned.new_empty(len(turned) + len(which), *turned.shape[1:])
+        queries[: len(turned)] = turned
+        self._library.rotate(
+            q.data_ptr(), q.stride(0), which.ctypes.data, turn.data_ptr(), turn.shape[-1], queries[len(turned) :].data_ptr(),
+            len(which), *turned.shape[1:],
+        )  # fmt: skip
+        return queries

@@ -72,6 +72,7 @@ class Tiling:
         self.query: Ints = self.reader.astype(np.int32)
         if self._geometry.freqs is not None:
             self.query[self.moved] = count + np.arange(len(self.moved))
+        self.readers_moved: Numbers = np.ascontiguousarray(self.reader[self.moved])
 
     def begin(self, positions: Numbers) -> None:
         """Takes in the positions of a step's tokens: how many keys each pair sees, how far ahead of it the first one lies, and how the
