@@ -17,14 +17,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from .gpu_tiles import Size, Tiles, keys_of, sizes, wide
-from .ops import FusedOps
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate, turns
 
 LOG2_E = math.log2(math.e)
 MERGED = 16  # parts looked at together, at most
-HEADS = 8  # written together
 FETCHERS = 32  # programs that fetch pages from host memory
 FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
 
@@ -40,6 +38,10 @@ class Device(NamedTuple):
             return cls(where, 1, False)
         facts = torch.cuda.get_device_properties(where)
         return cls(where, facts.multi_processor_count, facts.major >= 9)
+
+    def launch(self, early: bool = True) -> dict[str, bool]:
+        """What a launch is told that may begin while the one before it runs."""
+        return {"launch_pdl": early} if self.overlaps else {}
 
 
 class TritonLowering:
@@ -89,10 +91,16 @@ class TritonLowering:
         for name, numbers in tiles.arrays().items():
             host[offset : offset + numbers.size] = numbers.reshape(-1)
             offset += self._room[name]
-        self._ints.copy_(torch.from_numpy(host))
+        self._send(host, self._ints)
         if len(tiles.moved):
-            self._moves[:, : len(tiles.moved)] = torch.from_numpy(np.stack((reads.queries[tiles.moved], reads.shifts[tiles.moved])))
+            moved = np.stack((reads.queries[tiles.moved], reads.shifts[tiles.moved])).astype(np.int64)
+            self._send(moved, self._moves[:, : len(tiles.moved)])
         self.begin(positions)
+
+    def _send(self, numbers: np.ndarray, to: Tensor) -> None:
+        """From pinned memory, which torch keeps until it was read: the step that runs meanwhile is not waited for."""
+        here = torch.from_numpy(numbers)
+        to.copy_(here.pin_memory() if to.is_cuda else here, non_blocking=True)
 
     def begin(self, positions: Tensor) -> None:
         self._positions[: len(positions)].copy_(positions)
@@ -132,7 +140,7 @@ class TritonLowering:
             a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
             g.heads, g.kv_heads, g.heads // g.kv_heads, g.head_dim, wide(g), self._page_size, size.rows, self._keys, size.stages,
             g.slopes is not None, self._precision, is_large, size.many, early and overlaps, after and overlaps,
-            num_warps=size.warps, maxnreg=size.registers, **self._follows(after),
+            num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after),
         )  # fmt: skip
 
     def _merge(self, out: Tensor) -> None:
@@ -140,11 +148,8 @@ class TritonLowering:
         heads, parts = (4 if tokens * g.heads >= 4096 else 1), min(MERGED, self._most_parts)
         kernels.merge[(tokens, triton.cdiv(g.heads, heads))](
             self._parts, self._lses, a["starts"], a["tokens"], a["counts"], out,
-            g.heads, g.head_dim, wide(g), heads, parts, self._device.overlaps, num_warps=heads, **self._follows(True),
+            g.heads, g.head_dim, wide(g), heads, parts, self._device.overlaps, num_warps=heads, **self._device.launch(),
         )  # fmt: skip
-
-    def _follows(self, after: bool) -> dict[str, bool]:
-        return {"launch_pdl": after} if self._device.overlaps else {}
 
     def _descriptor(self, pool: Tensor) -> TensorDescriptor:
         """Of one layer's keys or values [S, K, D], in blocks of one head."""
@@ -163,15 +168,6 @@ def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int
     reads = joined(page_size, [([0], page_size, 0, [0], [0])])
     if not TritonLowering(device, dtype, reads, torch.zeros(1, dtype=torch.int64), geometry).attend(q, q, pool, pool).isfinite().all():
         raise RuntimeError("they answered no numbers")
-
-
-class TritonOps(FusedOps):
-    def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
-        (count, both, size), heads, kv_heads = qkv.shape, turned.shape[1], k.shape[1]
-        kernels.rotate_and_store[(count, triton.cdiv(both, HEADS))](
-            qkv, torch.view_as_real(turn), slots, turned, k, v,
-            heads, kv_heads, size, turn.shape[-1], triton.next_power_of_2(-(-size // 2)), HEADS, num_warps=2,
-        )  # fmt: skip
 
 
 def fetch(where: Tensor, k: Tensor, v: Tensor, page_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a decoder layer, in plain torch. `native.NativeOps` does some of them in fewer calls."""
+"""The steps of a decoder layer, in plain torch. `native.NativeOps` and `gpu_ops.TritonOps` do some of them in fewer calls."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +10,8 @@ from torch import Tensor
 from .rope import rotate
 
 Apply = Callable[[Tensor], Tensor]
+AddNorm = Callable[[Tensor, Tensor | None], Tensor]  # the norm of a stream, to which what is given is added first, in place
+Linear = Callable[[Tensor, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 ACTIVATIONS: dict[Activation, Apply] = {
@@ -20,7 +22,19 @@ ACTIVATIONS: dict[Activation, Apply] = {
 }
 
 
+def add_norm(norm: Apply) -> AddNorm:
+    """The sum is rounded to the stream's dtype before the norm reads it."""
+
+    def apply(x: Tensor, more: Tensor | None) -> Tensor:
+        return norm(x if more is None else x.add_(more))
+
+    return apply
+
+
 class TorchOps:
+    def add_rms_norm(self, weight: Tensor, eps: float) -> AddNorm:
+        return add_norm(self.rms_norm(weight, eps))
+
     def rms_norm(self, weight: Tensor, eps: float) -> Apply:
         return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=eps)
 
@@ -36,6 +50,11 @@ class TorchOps:
             return apply(gate).mul_(other)
 
         return gated
+
+    def gated(self, linear: Linear, weight: Tensor, bias: Tensor | None, activation: Activation) -> Apply:
+        """[T, C] to [T, I]: a linear map to [T, 2I], and its gate."""
+        up, gate = linear(weight, bias), self.gate(activation)
+        return lambda x: gate(up(x))
 
     def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Takes qkv [T, H + 2K, D] apart: keys, rotated, and values go to their slots of the pool [S, K, D]; queries are answered as they

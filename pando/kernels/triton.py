@@ -1,4 +1,4 @@
-"""The GPU kernels: a plan's tiles, the merge of their parts, and the write of new keys and values.
+"""The GPU kernels of attention: a plan's tiles, the merge of their parts, and pages that come from host memory.
 
 A tile is a run of keys and the packed queries that look at it: pairs of a read and a query, each with the G heads of a key's group. Keys
 come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up. Weights are powers of 2 inside a kernel;
@@ -155,11 +155,12 @@ def merge(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims, some = tl.arange(0, WIDE), tl.arange(0, PARTS)
     real, whole = heads < H, dims < D
-    if item < tl.load(counts + 2):
-        token = tl.load(tokens + item).to(tl.int64)
-        start, stop = tl.load(starts + item), tl.load(starts + item + 1)
-        if AFTER:
-            tl.extra.cuda.gdc_wait()
+    wanted = item < tl.load(counts + 2)
+    token = tl.load(tokens + item, mask=wanted, other=0).to(tl.int64)
+    start, stop = tl.load(starts + item, mask=wanted, other=0), tl.load(starts + item + 1, mask=wanted, other=0)
+    if AFTER:  # even those without work wait: whoever waits for this launch has waited for the one before it
+        tl.extra.cuda.gdc_wait()
+    if wanted:
         peak = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, WIDE], tl.float32)
@@ -177,31 +178,6 @@ def merge(
         answer = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
         to = (token * H + heads)[:, None] * D + dims[None, :]
         tl.store(out + to, answer.to(out.dtype.element_ty), mask=real[:, None] & whole[None, :])
-
-
-@triton.jit
-def rotate_and_store(
-    qkv, turn, slots, turned, k, v,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Some heads of one token: queries and keys are rotated by pairs, of which the first PAIRS turn; keys and values go to their slot."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair, side = tl.arange(0, HALF), tl.arange(0, 2)
-    dims = 2 * pair[:, None] + side[None, :]  # [HALF, 2]
-    real = (heads < H + 2 * K)[:, None, None] & (dims < D)[None]
-    x = tl.load(qkv + (token * (H + 2 * K) + heads)[:, None, None] * D + dims[None], mask=real, other=0.0)
-    angle = tl.load(turn + (token * PAIRS + pair)[:, None] * 2 + side[None, :], mask=(pair < PAIRS)[:, None], other=0.0)
-    a, b = tl.split(x.to(tl.float32))  # [HEADS, HALF]
-    cosine, sine = tl.split(angle)
-    moves = (heads < H + K)[:, None] & (pair < PAIRS)[None, :]
-    y = tl.join(tl.where(moves, a * cosine[None] - b * sine[None], a), tl.where(moves, a * sine[None] + b * cosine[None], b))
-    y = y.to(x.dtype)
-    is_query, is_value = (heads < H)[:, None, None], (heads >= H + K)[:, None, None]
-    tl.store(turned + (token * H + heads)[:, None, None] * D + dims[None], y, mask=real & is_query)
-    tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
-    tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)
 
 
 @triton.jit

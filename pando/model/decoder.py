@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.ops import ACTIVATIONS, Apply, TorchOps
+from ..kernels.ops import ACTIVATIONS, AddNorm, Apply, Linear, TorchOps, add_norm
 from ..kernels.reference import Geometry, alibi_slopes
 from ..kernels.rope import frequencies, turns
 from .config import ModelConfig
 from .weights import LayerWeights, Norm, Weights
-
-Linear = Callable[[Tensor, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
 
 # (q, not rotated [T, H, D]; q rotated at the step's positions, or q itself [T, H, D]; k and v of the pool [S, K, D]) -> [T, H, D]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -73,20 +71,20 @@ class Decoder:
         """Writes K and V of the step's tokens into the pool and answers the logits of the wanted ones, fp32 [N, V]."""
         x, turn = self.embedded(step.tokens, step.positions), self.turned(step.positions)
         last = len(self.layers) - 1
-        x = self.through(range(last), x, turn, step, pool)
+        more = self._through(range(last), x, turn, step, pool)
         layer = self.layers[last]
-        normed = layer.attn_norm(x)
+        normed = layer.attn_norm(x, more)
         attended = layer.attention(normed, turn, step, *pool.layer(last))
         # nobody reads the other tokens any more: their K and V are written
         x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
-        return self.head(self.norm(layer.finish(x, normed, attended))).to(torch.float32)
+        return self.head(self.norm(x, layer.finish(x, normed, attended))).to(torch.float32)
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The stream as it enters the first layer, [T, C]."""
         x = F.embedding(tokens, self.embed)
         if self.positions is not None:
             x += F.embedding(positions, self.positions)
-        return x if self.embed_norm is None else self.embed_norm(x)
+        return x if self.embed_norm is None else self.embed_norm(x, None)
 
     def turned(self, positions: Tensor) -> Tensor | None:
         freqs = self.geometry.freqs
@@ -94,16 +92,22 @@ class Decoder:
 
     def through(self, layers: range, x: Tensor, turn: Tensor | None, step: Step, pool: Pool) -> Tensor:
         """The stream behind some of the layers. It is changed in place."""
+        more = self._through(layers, x, turn, step, pool)
+        return x if more is None else x.add_(more)
+
+    def _through(self, layers: range, x: Tensor, turn: Tensor | None, step: Step, pool: Pool) -> Tensor | None:
+        """Answers what has yet to be added to the stream: the norm behind it does so."""
+        more = None
         for index in layers:
             layer = self.layers[index]
-            normed = layer.attn_norm(x)
-            x = layer.finish(x, normed, layer.attention(normed, turn, step, *pool.layer(index)))
-        return x
+            normed = layer.attn_norm(x, more)
+            more = layer.finish(x, normed, layer.attention(normed, turn, step, *pool.layer(index)))
+        return more
 
     def store(self, index: int, x: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes the K and V that one layer makes of the stream before it; nothing is attended to."""
         layer = self.layers[index]
-        layer.take_apart(layer.attn_norm(x), turn, slots, k, v)
+        layer.take_apart(layer.attn_norm(x, None), turn, slots, k, v)
 
 
 class _Layer:
@@ -114,8 +118,7 @@ class _Layer:
         self.attn_norm = _norm(weights.attn_norm, config, ops)
         self.mlp_norm = _norm(weights.mlp_norm, config, ops) if weights.mlp_norm else None
         self.qkv, self.o = linear(weights.qkv, weights.qkv_bias), linear(weights.o, weights.o_bias)
-        self.up, self.down = linear(weights.up, weights.up_bias), linear(weights.down, weights.down_bias)
-        self.activate = ops.gate(config.activation) if config.gated else ACTIVATIONS[config.activation]
+        self.up, self.down = _up(weights, config, linear, ops), linear(weights.down, weights.down_bias)
         self.rotate_and_store = ops.rotate_and_store
         self.qk_norm: Tensor | None = None  # [H + K, D]: one product serves queries and keys
         if weights.q_norm is not None and weights.k_norm is not None:
@@ -136,20 +139,27 @@ class _Layer:
         return self.rotate_and_store(qkv, turn, slots, k_pool, v_pool)
 
     def finish(self, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer, for the tokens that go on. The MLP reads the stream after attention, or beside it (parallel blocks)."""
-        if self.mlp_norm is None:
-            return x.add_(self.o(attended)).add_(self.mlp(normed))
-        if self.sequential:
-            x.add_(self.o(attended))
-            return x.add_(self.mlp(self.mlp_norm(x)))
-        beside = self.mlp(self.mlp_norm(x))
-        return x.add_(self.o(attended)).add_(beside)
+        """The rest of the layer, for the tokens that go on: answers what has yet to be added to the stream. The MLP reads the stream
+        after attention, or beside it (parallel blocks)."""
+        if self.sequential and self.mlp_norm is not None:
+            return self.mlp(self.mlp_norm(x, self.o(attended)))
+        beside = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x, None))
+        x.add_(self.o(attended))
+        return beside
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.up(x)))
+        return self.down(self.up(x))
 
 
-def _norm(norm: Norm, config: ModelConfig, ops: TorchOps) -> Apply:
+def _up(weights: LayerWeights, config: ModelConfig, linear: Linear, ops: TorchOps) -> Apply:
+    """The first half of the MLP, with its activation."""
+    if config.gated:
+        return ops.gated(linear, weights.up, weights.up_bias, config.activation)
+    up, activate = linear(weights.up, weights.up_bias), ACTIVATIONS[config.activation]
+    return lambda x: activate(up(x))
+
+
+def _norm(norm: Norm, config: ModelConfig, ops: TorchOps) -> AddNorm:
     if config.norm == "rms":
-        return ops.rms_norm(norm.weight, config.norm_eps)
-    return ops.layer_norm(norm.weight, norm.bias, config.norm_eps)
+        return ops.add_rms_norm(norm.weight, config.norm_eps)
+    return add_norm(ops.layer_norm(norm.weight, norm.bias, config.norm_eps))

@@ -13,7 +13,7 @@ from ..errors import BadModelFile, InvalidOption
 from ..kernels import native
 from ..kernels.linear import CpuLinear, fastest_dtype
 from ..kernels.native import Library, NativeOps, Unavailable
-from ..kernels.ops import TorchOps
+from ..kernels.ops import Linear, TorchOps
 from .config import ModelConfig
 from .decoder import Decoder, plain_linear
 from .hub import resolve
@@ -52,10 +52,10 @@ def assembled(
 ) -> Model:
     """A model from its parts, with the fastest kernels that its device has."""
     library = _library(kind) if compiled and place.type == "cpu" else None
-    linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library) if place.type == "cpu" else plain_linear
+    linear, ops = _on_cpu(weights, place, library) if place.type == "cpu" else _on_gpu(weights, kind, place)
     return Model(
         config=config,
-        decoder=Decoder(config, weights, linear, _ops(place, library)),
+        decoder=Decoder(config, weights, linear, ops),
         tokenizer=tokenizer,
         digest=digest,
         dtype=kind,
@@ -64,16 +64,31 @@ def assembled(
     )
 
 
-def _ops(device: torch.device, library: Library | None) -> TorchOps:
-    if library is not None:
-        return NativeOps(library)
-    if device.type == "cpu":
-        return TorchOps()
+def _on_cpu(weights: Weights, place: torch.device, library: Library | None) -> tuple[Linear, TorchOps]:
+    linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library)
+    return linear, TorchOps() if library is None else NativeOps(library)
+
+
+def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[Linear, TorchOps]:
     try:
-        from ..kernels.gpu import TritonOps
+        from ..kernels import gpu_linear, gpu_ops
+        from ..kernels.gpu import Device
+
+        device = Device.of(place)
+        gpu_ops.probe(device, kind)
+        maps = [*(each for layer in weights.layers for each in (layer.qkv, layer.o, layer.up, layer.down)), weights.head]
+        most = gpu_linear.measured(device, maps, gpu_linear.replayed)
     except ImportError:  # attention says so
-        return TorchOps()
-    return TritonOps()
+        return plain_linear, TorchOps()
+    except Exception as error:  # a compiler and a driver raise whatever they like
+        said = " ".join(str(error).split())[:200]
+        log.warning(
+            "Pando's own GPU kernels are not used around attention, torch's are, which is slower: %s: %s", type(error).__name__, said
+        )
+        return plain_linear, TorchOps()
+    found = ", ".join(f"{outputs} x {inputs} up to {rows}" for (outputs, inputs), rows in most.items())
+    log.info("linear maps of few rows, as measured here, are streamed: %s", found)
+    return gpu_linear.GpuLinear(device, most), gpu_ops.TritonOps(device)
 
 
 def _library(dtype: torch.dtype) -> Library | None:

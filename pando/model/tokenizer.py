@@ -23,7 +23,7 @@ _SPACE = "▁"  # SentencePiece writes spaces so
 
 
 class Tokenizer:
-    """Made by `from_directory`. Shared by all requests: nothing in it changes."""
+    """Made by `from_directory`. Shared by all requests: nothing in it changes but what it has spelt before."""
 
     def __init__(self, text: str, settings: Mapping[str, Any], ends: Sequence[int], chat_template: str | Mapping[str, str] | None) -> None:
         try:
@@ -35,6 +35,7 @@ class Tokenizer:
         self._added: dict[int, bytes] = {token: entry.content.encode() for token, entry in added.items()}
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._spelling, self.strips_first_space = _spelling(json.loads(text).get("decoder"))
+        self.whole_texts = {skip_special: _WholeTexts(self, skip_special) for skip_special in (False, True)}
         self._names = {name: found for name in _TOKEN_NAMES if (found := _content(settings.get(name))) is not None}
         self._template = chat_template
         self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
@@ -146,6 +147,21 @@ class Tokenizer:
         return None if text is None else self._library.token_to_id(text)
 
 
+class _WholeTexts(dict[int, str | None]):
+    """What tokens spell, looked up once each; None where that is not whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text: str | None = self._tokenizer.token_bytes(token, skip_special=self._skip_special).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
+
+
 class Detokenizer:
     """The text of one answer, as its tokens arrive: never half a character.
 
@@ -158,12 +174,17 @@ class Detokenizer:
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_first_space
+        self._whole, self._midway = tokenizer.whole_texts[skip_special], False  # in a character
         for token in prompt_tail:
             self.add(token)
 
     def add(self, token: int) -> str:
         """The text that became readable with this token."""
-        return self._first(self._decoder.decode(self._tokenizer.token_bytes(token, skip_special=self._skip_special)))
+        text = None if self._midway else self._whole[token]
+        if text is None:
+            text = self._decoder.decode(self._tokenizer.token_bytes(token, skip_special=self._skip_special))
+            self._midway = self._decoder.getstate()[0] != b""
+        return self._first(text) if self._at_start else text
 
     def finish(self) -> str:
         """What was held back: a character that never became whole."""

@@ -1,0 +1,71 @@
+"""What surrounds attention in a layer, on a GPU: one launch for each step."""
+
+import torch
+import triton
+from torch import Tensor
+
+from . import triton_ops as kernels
+from .gpu import Device
+from .gpu_linear import GpuLinear
+from .ops import Activation, AddNorm, Apply, FusedOps, Linear
+
+GATE = 1024  # numbers that a program activates
+HEADS = 8  # written together
+
+
+class TritonOps(FusedOps):
+    def __init__(self, device: Device) -> None:
+        self._overlaps = device.overlaps
+        self._launch = device.launch()
+
+    def add_rms_norm(self, weight: Tensor, eps: float) -> AddNorm:
+        size = len(weight)
+        wide = triton.next_power_of_2(size)
+        warps = max(1, min(16, wide // 512))
+
+        def apply(x: Tensor, more: Tensor | None) -> Tensor:
+            assert x.is_contiguous() and (more is None or more.is_contiguous())
+            out = torch.empty_like(x)
+            kernels.add_norm[(len(x),)](
+                x, x if more is None else more, weight, out, eps, size, wide, more is not None, self._overlaps,
+                num_warps=warps, **self._launch,
+            )  # fmt: skip
+            return out
+
+        return apply
+
+    def gate(self, activation: Activation) -> Apply:
+        if activation != "silu":
+            return super().gate(activation)
+
+        def apply(x: Tensor) -> Tensor:
+            x = x.contiguous()
+            size = x.shape[1] // 2
+            out = x.new_empty(len(x), size)
+            kernels.silu_gate[(len(x), triton.cdiv(size, GATE))](x, out, size, GATE, self._overlaps, num_warps=4, **self._launch)
+            return out
+
+        return apply
+
+    def gated(self, linear: Linear, weight: Tensor, bias: Tensor | None, activation: Activation) -> Apply:
+        plain = super().gated(linear, weight, bias, activation)
+        return linear.gated(weight, bias, plain) if isinstance(linear, GpuLinear) and activation == "silu" else plain
+
+    def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
+        (count, both, size), heads, kv_heads = qkv.shape, turned.shape[1], k.shape[1]
+        kernels.rotate_and_store[(count, triton.cdiv(both, HEADS))](
+            qkv, torch.view_as_real(turn), slots, turned, k, v,
+            heads, kv_heads, size, turn.shape[-1], triton.next_power_of_2(-(-size // 2)), HEADS, self._overlaps,
+            num_warps=2, **self._launch,
+        )  # fmt: skip
+
+
+def probe(device: Device, dtype: torch.dtype) -> None:
+    """Each kernel once, on next to nothing. Raises whatever a broken compiler or driver raises, before anybody waits for an answer."""
+    ops, x = TritonOps(device), torch.ones(1, 64, dtype=dtype, device=device.where)
+    found = ops.gate("silu")(ops.add_rms_norm(x[0], 1e-5)(x.clone(), x))
+    qkv, slots = x.view(1, 4, 16), torch.zeros(1, dtype=torch.int64, device=device.where)
+    turn = torch.ones(1, 8, dtype=torch.complex64, device=device.where)
+    _, turned = ops.rotate_and_store(qkv, turn, slots, torch.zeros_like(qkv[:, :1]), torch.zeros_like(qkv[:, :1]))
+    if not (found.isfinite().all() and turned.isfinite().all()):
+        raise RuntimeError("they answered no numbers")

@@ -1,0 +1,123 @@
+"""The GPU kernels of what surrounds attention in a layer: norms, gates, linear maps of few rows, the write of new keys and values.
+
+OVERLAPS: a launch may begin while the one before it still runs. Until it has waited it reads weights only, which nobody changes. Every
+program waits before it reads or writes anything else: so whoever waits for this launch has waited for all before it. A launch lets the next
+one begin when that cannot slow it down: at once if it streams weights itself, but not before it has its input if it only waits for memory.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(x, more, weight, out, eps, C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """One token of the stream: what is added is rounded before it is normed. WIDE is C, made a power of two."""
+    dims = tl.arange(0, WIDE)
+    whole = dims < C
+    here = tl.program_id(0).to(tl.int64) * C + dims
+    scale = tl.load(weight + dims, mask=whole, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    y = tl.load(x + here, mask=whole, other=0.0)
+    if ADDS:
+        y = (y.to(tl.float32) + tl.load(more + here, mask=whole, other=0.0).to(tl.float32)).to(y.dtype)
+        tl.store(x + here, y, mask=whole)
+    y = y.to(tl.float32)
+    scale *= tl.rsqrt(tl.sum(y * y, 0) / C + eps)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + here, (y * scale).to(out.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _gated(gate, other):
+    """Rounded where torch rounds: after the activation, and after the product."""
+    x = gate.to(tl.float32)
+    active = (x / (1.0 + tl.exp(-x))).to(gate.dtype)
+    return (active.to(tl.float32) * other.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def silu_gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Some of one token's [2 * SIZE] numbers: the first half, activated, times the second."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    whole = dims < SIZE
+    here = x + token * 2 * SIZE + dims
+    gate = tl.load(here, mask=whole, other=0.0)
+    other = tl.load(here + SIZE, mask=whole, other=0.0)
+    tl.store(out + token * SIZE + dims, _gated(gate, other), mask=whole)
+
+
+@triton.jit
+def few_rows(
+    x, weight, bias, out, count, outputs, inputs,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ONCE: tl.constexpr,
+    BIASED: tl.constexpr, GATED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Some of the outputs of a linear map, for all tokens, which are at most TOKENS.
+
+    All weights pass through once, and nothing is as slow as that: a block of them is fetched while the one before it is multiplied, the
+    first before this launch has any input. ONCE: it is the only one. A thread adds up the GROUP products of what it fetches in one go; all
+    others are added at the end. GATED: weights of gates come before those of what they let through; the rows of a pair are neighbours here.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    rows, dims, tokens = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
+    if GATED:
+        output = tl.program_id(0) * (ROWS // 2) + rows // 2
+        rows = output + rows % 2 * outputs
+    else:
+        output = tl.program_id(0) * ROWS + rows
+        rows = output
+    real, here = (output < outputs)[None, :, None], weight + rows.to(tl.int64)[None, :, None] * inputs + dims[None, None, :]
+    ahead = tl.load(here, mask=real & (dims < inputs)[None, None, :], other=0.0)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    mine, given = (tokens < count)[:, None, None], x + tokens[:, None, None] * inputs + dims[None, None, :]
+    acc = tl.zeros([TOKENS, ROWS, BLOCK // GROUP], tl.float32)
+    for k in range(0, BLOCK if ONCE else inputs, BLOCK):
+        now = ahead.to(tl.float32)
+        if not ONCE:
+            ahead = tl.load(here + k + BLOCK, mask=real & (k + BLOCK + dims < inputs)[None, None, :], other=0.0)
+        y = tl.load(given + k, mask=mine & (k + dims < inputs)[None, None, :], other=0.0).to(tl.float32)
+        acc += tl.sum(tl.reshape(now * y, [TOKENS, ROWS, BLOCK // GROUP, GROUP]), 3)
+    answer = tl.sum(acc, 2)
+    if BIASED:
+        answer += tl.load(bias + rows, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    answer = answer.to(out.dtype.element_ty)
+    if GATED:
+        gate, other = tl.split(tl.reshape(answer, [TOKENS, ROWS // 2, 2]))
+        answer = _gated(gate, other)
+        output = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    tl.store(out + tokens[:, None] * outputs + output[None, :], answer, mask=(tokens < count)[:, None] & (output < outputs)[None, :])
+
+
+@triton.jit
+def rotate_and_store(
+    qkv, turn, slots, turned, k, v,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token: queries and keys are rotated by pairs, of which the first PAIRS turn; keys and values go to their slot."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair, side = tl.arange(0, HALF), tl.arange(0, 2)
+    dims = 2 * pair[:, None] + side[None, :]  # [HALF, 2]
+    real = (heads < H + 2 * K)[:, None, None] & (dims < D)[None]
+    x = tl.load(qkv + (token * (H + 2 * K) + heads)[:, None, None] * D + dims[None], mask=real, other=0.0)
+    angle = tl.load(turn + (token * PAIRS + pair)[:, None] * 2 + side[None, :], mask=(pair < PAIRS)[:, None], other=0.0)
+    a, b = tl.split(x.to(tl.float32))  # [HEADS, HALF]
+    cosine, sine = tl.split(angle)
+    moves = (heads < H + K)[:, None] & (pair < PAIRS)[None, :]
+    y = tl.join(tl.where(moves, a * cosine[None] - b * sine[None], a), tl.where(moves, a * sine[None] + b * cosine[None], b))
+    y = y.to(x.dtype)
+    is_query, is_value = (heads < H)[:, None, None], (heads >= H + K)[:, None, None]
+    tl.store(turned + (token * H + heads)[:, None, None] * D + dims[None], y, mask=real & is_query)
+    tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
+    tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)
