@@ -62,6 +62,9 @@ class EngineConfig:
     max_num_batched_tokens: int = _option(512, "tokens one step computes over all rows; a longer prompt takes several steps", 1, 2**20)
     page_size: int = _option(64, "token slots in a page of the KV cache", 1, 2**12)
     kv_cache_tokens: int | None = _option(None, "token slots in the KV cache; auto: chosen from the free memory", 1, 2**40)
+    gpu_memory_utilization: float = _option(
+        0.85, "share of a GPU's memory that is free behind the weights which the KV cache takes; the rest is for the steps", 0, 1
+    )
     prefix_caching: bool = _option(True, "reuse the KV cache of prompts that begin alike; answers are the same without it")
     seed: int = _option(0, "where sampling starts for requests that bring no seed of their own", 0, 2**63 - 1)
     threads: int | None = _option(None, "CPU threads; auto: one per core", 1, 2**12)
@@ -72,6 +75,7 @@ class EngineConfig:
     )
     native: bool = _option(True, "use Pando's compiled CPU kernels, which need a C compiler at the first start; otherwise torch's")
     cuda_graphs: bool = _option(True, "capture short steps on a GPU as graphs, which are asked for at once; answers are the same without")
+    overlap: bool | None = _option(None, "make the next step while this one runs; auto: on a GPU; answers are the same without")
     cache_salt: str = _option("", "part of every cache key: requests under different salts never share cached context")
     host_gib: float | None = _option(
         None, "GiB of host memory that cached context may take beside a GPU; auto: a quarter of what is free, at most 16", 0, 2**20

@@ -25,6 +25,15 @@ os.environ["PANDO_DISK_GIB"] = "0"  # what servers of tests keep must not outliv
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 
 
+@pytest.fixture(params=[False, True], ids=["one by one", "overlapping"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Steps settled one by one, and each while the next one runs: whoever asks for this must see no difference."""
+    from . import tiny
+
+    monkeypatch.setitem(tiny.DEFAULTS, "overlap", request.param)
+    return bool(request.param)
+
+
 @pytest.fixture(scope="session")
 def default_model() -> hub.ModelFiles:
     return hub.resolve(hub.DEFAULT_MODEL)

@@ -56,6 +56,7 @@ def plain(model: Model, requests: list[Request]) -> dict[str, list[int]]:
     return {name: [event.token for event in events] for (name, _), events in said.items()}
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize(("positions", "native"), [("rope", False), ("rope", True), ("alibi", False), ("learned", False)])
 def test_reuse_on_and_off_give_the_same_tokens(positions: str, native: bool) -> None:
     """The answers of torch's kernels with nothing shared are expected of the compiled ones, too."""
@@ -81,6 +82,7 @@ def test_reuse_on_and_off_give_the_same_tokens(positions: str, native: bool) -> 
         assert seen[what], f"nothing was {what}"
 
 
+@pytest.mark.usefixtures("overlap")
 def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
     model = tiny_model()
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=20, ignore_eos=True, top_p=0.9, n=2)

@@ -22,6 +22,7 @@ from pando.model.weights import LayerWeights, Norm, Weights
 
 END = 256
 VOCAB = 257
+DEFAULTS: dict[str, object] = {"page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16, "disk_gib": 0}
 
 
 @functools.cache
@@ -84,8 +85,7 @@ def tiny_model(
 
 
 def tiny_config(**options: object) -> EngineConfig:
-    defaults: dict[str, object] = {"page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16, "disk_gib": 0}
-    return EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
+    return EngineConfig(**{**DEFAULTS, **options})  # type: ignore[arg-type]
 
 
 def tiny_engine(model: Model | None = None, **options: object) -> Engine:

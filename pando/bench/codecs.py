@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config import CodecName
 from ..engine.engine import Engine
-from ..engine.row import Row, Schedule
-from ..engine.sampler import Chosen
+from ..engine.row import Schedule
+from ..engine.sampler import Choices
 from ..model.load import Model
 from .measure import Result
 from .trial import Size, ask, opened
@@ -33,7 +33,7 @@ class _Listener(Engine):
 
     heard: list[Tensor]
 
-    def _sample(self, schedule: Schedule, logits: Tensor) -> dict[Row, Chosen]:
+    def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         if len(logits):
             self.heard.append(logits[-1].cpu().clone())
         return super()._sample(schedule, logits)

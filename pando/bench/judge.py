@@ -5,7 +5,7 @@ distribution of every next token is held against the plain one's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -15,7 +15,7 @@ from ..config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.request import Request, SamplingParams
 from ..engine.row import Row, Schedule
-from ..engine.sampler import Chosen
+from ..engine.sampler import Choices
 from ..kv.run import Origin, Run
 from ..model.load import Model
 
@@ -73,7 +73,7 @@ class Listener(Engine):
 
     heard: list[Tensor]
 
-    def _sample(self, schedule: Schedule, logits: Tensor) -> dict[Row, Chosen]:
+    def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         if len(logits):
             self.heard.append(logits.clone())
         return super()._sample(schedule, logits)
@@ -83,7 +83,7 @@ class Judge:
     """One prompt at a time, through an engine like any other; what one computes of a module, the next one reuses."""
 
     def __init__(self, model: Model, config: EngineConfig, tokens: int) -> None:
-        self.engine = Listener(model, config)
+        self.engine = Listener(model, replace(config, overlap=False))  # no logits but those of tokens that were said
         self._tokens = tokens
         self._ids = map(str, count())
 

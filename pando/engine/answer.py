@@ -1,6 +1,6 @@
 """One answer as it is written: from tokens to readable text, and when to stop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..model.tokenizer import Detokenizer, Tokenizer
 from .request import FinishReason, Logprob, Reuse, TokenEvent
@@ -17,54 +17,59 @@ class Answer:
         self.row = row
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special=row.params.skip_special_tokens, prompt_tail=row.prompt[-PROMPT_TAIL:])
-        self._eos = () if row.params.ignore_eos else tuple(eos)
-        self._stop_ids = tuple(row.params.stop_token_ids or ())
+        self._eos = frozenset(() if row.params.ignore_eos else eos)
+        self._ends = self._eos.union(row.params.stop_token_ids or ())
         self._stops = row.params.stops
+        self._least = row.params.min_tokens
         self._held = ""
-        self._modules = 0 if row.truncated is not None else row.foreign - row.repaired
+        self._modules, self._repaired = 0 if row.truncated is not None else row.foreign - row.repaired, row.repaired
+        self._reuse = Reuse()
 
     def take(self, chosen: Chosen) -> TokenEvent:
         """Appends a token to the row; the event says what became readable and whether the answer ends here."""
-        row = self.row
-        if chosen.token == NO_TOKEN:
+        row, token = self.row, chosen.token
+        if token == NO_TOKEN:
             return self._event(chosen, self._held, "error", None)
-        row.output.append(chosen.token)
-        row.tokens.append(chosen.token)
-        complete = row.constraint is not None and row.constraint.accept(chosen.token)
-        early = len(row.output) < row.params.min_tokens
-        if not early and (chosen.token in self._eos or chosen.token in self._stop_ids):
-            keep = row.params.include_stop_str_in_output and chosen.token not in self._eos
-            text = self._held + (self._detokenizer.add(chosen.token) if keep else "") + self._detokenizer.finish()
-            return self._event(chosen, text, "stop", None if chosen.token in self._eos else chosen.token)
-        text = self._held + self._detokenizer.add(chosen.token)
-        if not early and (found := _first(text, self._stops)) is not None:
+        row.output.append(token)
+        row.tokens.append(token)
+        complete = row.constraint is not None and row.constraint.accept(token)
+        early = len(row.output) < self._least
+        if token in self._ends and not early:
+            keep = row.params.include_stop_str_in_output and token not in self._eos
+            text = self._held + (self._detokenizer.add(token) if keep else "") + self._detokenizer.finish()
+            return self._event(chosen, text, "stop", None if token in self._eos else token)
+        text = self._held + self._detokenizer.add(token)
+        if self._stops and not early and (found := _first(text, self._stops)) is not None:
             place, stop = found
             end = place + len(stop) if row.params.include_stop_str_in_output else place
             return self._event(chosen, text[:end], "stop", stop)
         if complete or len(row.tokens) >= row.last:
             return self._event(chosen, text + self._detokenizer.finish(), "stop" if complete else "length", None)
-        safe = len(text) - _open_stop(text, self._stops)
-        self._held = text[safe:]
-        return self._event(chosen, text[:safe], None, None)
+        if self._stops:
+            safe = len(text) - _open_stop(text, self._stops)
+            text, self._held = text[:safe], text[safe:]
+        return self._event(chosen, text, None, None)
 
     def _event(self, chosen: Chosen, text: str, finish: FinishReason | None, stop: str | int | None) -> TokenEvent:
         row = self.row
-        logprobs: Mapping[int, Logprob] | None = None
+        cached, logprobs = row.cached or 0, None
         if chosen.top is not None:
             logprobs = {token: Logprob(value, rank, self._tokenizer.token_text(token)) for token, value, rank in chosen.top}
+        if self._reuse.device != cached or self._reuse.miss is not row.miss or self._reuse.tiers is not row.tiers:
+            self._reuse = Reuse(cached, row.miss, self._modules, self._repaired, row.tiers, row.truncated)
         return TokenEvent(
-            request_id=row.request_id,
-            index=row.index,
-            token=chosen.token,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=finish,
-            stop_reason=stop,
-            num_cached_tokens=row.cached or 0,
-            num_prompt_tokens=len(row.prompt),
-            reuse=Reuse(row.cached or 0, row.miss, self._modules, row.repaired, row.tiers, row.truncated),
-            waited=row.waited,
-            prompt_logprobs=row.scored,
+            row.request_id,
+            row.index,
+            chosen.token,
+            text,
+            logprobs,
+            finish,
+            stop,
+            cached,
+            len(row.prompt),
+            self._reuse,
+            row.waited,
+            row.scored,
         )
 
 

@@ -21,11 +21,13 @@ from ..kernels.reference import Geometry
 from ..kv.plan import DEFAULT, CostModel, Plan, plan, ranges
 from ..model.decoder import Attend, Step
 from ..model.load import Model
+from .across import sent
 from .row import Row, Schedule
 
 log = logging.getLogger(__name__)
 
 Numbers = NDArray[np.int64]
+NOWHERE = -1
 
 
 class Lowered(Protocol):
@@ -80,6 +82,23 @@ def reads_of(plan: Plan, counts: Sequence[int]) -> Reads:
     return Reads(plan.page_size, plan.pages, plan.page_starts, plan.tokens, plan.first, rows, row_starts, shifts)
 
 
+class Unread(NamedTuple):
+    """Rows whose last token was chosen on the device, and is not known here yet."""
+
+    rows: Sequence[Row]
+    tokens: Tensor  # those, in the same order
+
+
+class Fed(NamedTuple):
+    """Tokens of a step that are not known on the host."""
+
+    tokens: Tensor  # on the device
+    sources: Numbers  # for each token of the step its place among these, or NOWHERE
+
+    def into(self, known: Tensor, sources: Tensor) -> Tensor:
+        return torch.where(sources == NOWHERE, known, self.tokens[sources.clamp(min=0)])
+
+
 class Batch(NamedTuple):
     """One step, on the host."""
 
@@ -88,6 +107,7 @@ class Batch(NamedTuple):
     slots: Numbers  # where each token's K and V are written
     wanted: Numbers  # the tokens whose logits are wanted
     reads: Reads
+    fed: Fed | None = None
 
 
 class Batcher:
@@ -101,40 +121,56 @@ class Batcher:
         self.cost = cost
         self.plan = plan((), page_size)
         self.plans_made = 0
-        self._now = reads_of(self.plan, ())  # what the step that runs reads
+        none = np.zeros(0, dtype=np.int64)
+        self._batch = Batch(none, none, none, none, reads_of(self.plan, ()))  # the last one
         self._ready: Reads | None = None  # the reads that are lowered
         self._lowering: Lowered | None = None
         self._reads: list[reference.Read] = []
 
-    def prepare(self, schedule: Schedule) -> Batch:
+    def prepare(self, schedule: Schedule, unread: Unread | None = None) -> Batch:
         """The tokens of a step and what they read: the same reads as long as the plan holds."""
-        rows, counts = schedule.rows, np.array(schedule.counts)
-        computed = np.array([row.computed for row in rows])
-        places = ranges(computed, counts)  # among the row's own tokens
-        news = zip(rows, computed.tolist(), (computed + counts).tolist(), strict=True)
-        tokens = np.array([token for row, start, stop in news for token in row.tokens[start:stop]])
+        made = self._next(schedule, unread) if schedule.follows else self._anew(schedule, unread)
         if schedule.changed:
             self.plans_made += 1
             group = self.geometry.heads // self.geometry.kv_heads
-            self.plan = plan([row.view(self.page_size) for row in rows], self.page_size, group, self.cost)
-            self._now = reads_of(self.plan, schedule.counts)
+            self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group, self.cost)
+            made = made._replace(reads=reads_of(self.plan, schedule.counts))
+        self._batch = made
+        return made
+
+    def _next(self, schedule: Schedule, unread: Unread | None) -> Batch:
+        """Every row has gone on by one token, to the next slot of its page or the first one of another."""
+        last, size, rows, starts = self._batch, self.page_size, schedule.rows, schedule.starts
+        slots = last.slots + 1
+        for place in np.flatnonzero(starts % size == 0).tolist():
+            slots[place] = rows[place].pages[int(starts[place]) // size] * size
+        tokens = np.array([row.tokens[-1] for row in rows]) if unread is None else last.tokens
+        fed = None if unread is None else Fed(unread.tokens, np.arange(len(rows)))
+        return last._replace(tokens=tokens, positions=last.positions + 1, slots=slots, fed=fed)
+
+    def _anew(self, schedule: Schedule, unread: Unread | None) -> Batch:
+        rows, starts, counts = schedule.rows, schedule.starts, np.array(schedule.counts)
+        places = ranges(starts, counts)  # among the row's own tokens
+        news = zip(rows, starts.tolist(), (starts + counts).tolist(), strict=True)
         return Batch(
-            tokens=tokens,
+            tokens=np.array([token for row, start, stop in news for token in row.tokens[start:stop] or (0,)]),  # or one that is unread
             positions=places + np.repeat([row.at for row in rows], counts),
-            slots=self._slots(rows, computed, counts, places),
-            wanted=np.array(_wanted(rows, schedule.counts), dtype=np.int64),
-            reads=self._now,
+            slots=self._slots(rows, starts, counts, places),
+            wanted=_wanted(schedule),
+            reads=self._batch.reads,
+            fed=None if unread is None else Fed(unread.tokens, _sources(rows, counts, unread.rows)),
         )
 
     def step(self, batch: Batch) -> Step:
         """The same, made ready for a device."""
-        at = torch.from_numpy(batch.positions)
-        tokens, slots, wanted = (torch.from_numpy(numbers).to(self.device) for numbers in (batch.tokens, batch.slots, batch.wanted))
-        return Step(tokens=tokens, positions=at.to(self.device), slots=slots, wanted=wanted, attend=self._lowered(batch.reads, at))
+        tokens, positions, slots, wanted = (sent(numbers, self.device) for numbers in batch[:4])
+        if batch.fed is not None:
+            tokens = batch.fed.into(tokens, sent(batch.fed.sources, self.device))
+        return Step(tokens=tokens, positions=positions, slots=slots, wanted=wanted, attend=self._lowered(batch.reads, positions))
 
-    def _slots(self, rows: Sequence[Row], computed: Numbers, counts: Numbers, places: Numbers) -> Numbers:
+    def _slots(self, rows: Sequence[Row], starts: Numbers, counts: Numbers, places: Numbers) -> Numbers:
         size = self.page_size
-        begin, end = computed // size, (computed + counts - 1) // size + 1  # the pages that each row writes to
+        begin, end = starts // size, (starts + counts - 1) // size + 1  # the pages that each row writes to
         spans = zip(rows, begin.tolist(), end.tolist(), strict=True)
         pages = np.array([page for row, first, last in spans for page in row.pages[first:last]])
         behind = np.cumsum(end - begin) - end  # where among them a row's page 0 would be
@@ -158,18 +194,24 @@ class Batcher:
     def _attend(self, at: Tensor) -> Attend:
         if self._lowering is not None:
             return self._lowering.attend
-        reads, geometry, at = self._reads, self.geometry, at.to(self.device)
+        reads, geometry = self._reads, self.geometry
         return lambda q, turned, k, v: reference.attend(q, k, v, reads, at, geometry)
 
 
-def _wanted(rows: Sequence[Row], counts: Sequence[int]) -> list[int]:
+def _sources(rows: Sequence[Row], counts: Numbers, unread: Sequence[Row]) -> Numbers:
+    place = {row: i for i, row in enumerate(unread)}
+    sources = np.full(counts.sum(), NOWHERE)
+    sources[np.cumsum(counts) - 1] = [place.get(row, NOWHERE) for row in rows]
+    return sources
+
+
+def _wanted(schedule: Schedule) -> Numbers:
     """The last token of each row that has caught up; every token of one whose prompt is scored."""
-    wanted: list[int] = []
-    end = 0
-    for row, count in zip(rows, counts, strict=True):
+    ready, wanted, end = set(schedule.ready), list[int](), 0
+    for row, count in zip(schedule.rows, schedule.counts, strict=True):
         end += count
         if row.scored is not None:
             wanted += range(end - count, end)
-        elif row.makes is None and row.computed + count == len(row.tokens):
+        elif row in ready:
             wanted.append(end - 1)
-    return wanted
+    return np.array(wanted, dtype=np.int64)

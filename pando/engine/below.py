@@ -110,8 +110,11 @@ class Below:
         self.tree.pin(stem)
         self.store.offer(Offer(stem, tuple(chain), tuple(cards), tuple(pages)))
 
-    def pump(self) -> None:
-        self._unpin(self.store.pump())
+    def pump(self) -> bool:
+        """Says whether there is more room in the pool for it."""
+        free = self.store.pump()
+        self._unpin(free)
+        return bool(free)
 
     def make_room(self) -> None:
         """Someone needs the pages that wait to be saved."""

@@ -59,10 +59,9 @@ def shortlist(x: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, width: int
     total = sums.gather(1, limit - 1)
     beyond = limit[:, 0] == width
     open_ended = beyond & (top_k == vocab)
-    if open_ended.any():
-        every = x[open_ended]
-        weights = every.exp().masked_fill_(every < floor[open_ended, None], 0)
-        total[open_ended] = weights.sum(-1, keepdim=True).double()
+    if _may_be_any(open_ended):
+        weights = x.exp().masked_fill_(x < floor[:, None], 0)
+        total = torch.where(open_ended[:, None], weights.sum(-1, keepdim=True).double(), total)
     reached = 1 + (sums[:, :-1] < top_p[:, None] * total).sum(-1, keepdim=True)
     kept = torch.minimum(limit, reached)
     if width == vocab:
@@ -77,11 +76,16 @@ def _largest(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
         values, ids = x.sort(dim=-1, descending=True, stable=True)
         return values, ids
     values, ids = x.topk(width)
-    if (values[:, 1:] == values[:, :-1]).any():
+    if _may_be_any(values[:, 1:] == values[:, :-1]):
         ids, order = ids.sort(dim=-1)
         values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(1, order)
     return values, ids
+
+
+def _may_be_any(flags: Tensor) -> bool:
+    """On a CPU what nobody needs is not done; asking a GPU would take longer than doing it."""
+    return flags.is_cuda or bool(flags.any())
 
 
 def _exactly_largest(x: Tensor, width: int) -> tuple[Tensor, Tensor]:

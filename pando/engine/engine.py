@@ -1,9 +1,11 @@
 """The engine: requests in, tokens out, one step at a time."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from ..model.shelf import Shelf
 from ..store.tier import Lost
 from .admission import PUBLIC, Admission
 from .answer import Answer
-from .batch import Batcher, lowering_of
+from .batch import Batcher, Unread, lowering_of
 from .costs import chosen_cost
 from .facts import Shared, Stats, StepFacts
 from .graphs import on_cuda
@@ -29,15 +31,31 @@ from .pins import Pin, Pins
 from .repair import Repairer
 from .request import Request, Tenant, TokenEvent
 from .row import Row, Schedule
-from .sampler import Chosen, Sampler
+from .sampler import Choices, Sampler
 from .scheduler import Scheduler
-from .sizing import context_of, page_count
+from .sizing import check_step, context_of, page_count
 from .tiers import open_store
 from .truncation import Truncations
+
+log = logging.getLogger(__name__)
 
 MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
 TENDED = 0.02  # seconds until what is being saved is looked after again
 PIN_SHARE = 0.25  # of the pool that pins may hold
+
+
+class _Flight(NamedTuple):
+    """A step that was asked of the device, and is not settled."""
+
+    schedule: Schedule
+    chosen: Choices
+    facts: StepFacts
+    began: float
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Can another step be asked for before this one is settled?"""
+        return self.schedule.plain and self.chosen.free
 
 
 class Engine:
@@ -50,6 +68,8 @@ class Engine:
         self.pool = PagePool(
             self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=model.device
         )
+        if model.device.type == "cuda":
+            check_step(model, config, self.pool)
         self.store = open_store(model, config, self.pool)
         self.scheduler = Scheduler(
             self.pages,
@@ -78,10 +98,12 @@ class Engine:
         self.answers: dict[Row, Answer] = {}
         self.steps = 0
         self.facts = self.totals = StepFacts()
-        self._shared = Shared()
+        self._shared, self._seen = Shared(), 0  # of the last plan; tokens that the rows of the last step saw
         self._token_bytes = self.pool.nbytes // self.pool.slots
         self._attention = config.attention
-        self._stepping, self._began = False, 0.0
+        self._overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
+        self._flight: _Flight | None = None
+        self._stepping, self._settled = False, 0.0
         self._cancelled: list[str] = []
 
     def tend(self) -> float | None:
@@ -147,29 +169,52 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
+        """Next, forward, sample, settle. Where steps overlap, it is the step before that is settled, while this one runs."""
+        self.facts = StepFacts()
         with self._whole_or_not_at_all():
-            self._began = time.perf_counter()
-            schedule = self.scheduler.next()
-            logits = self._forward(schedule)
-            chosen = self._sample(schedule, logits)
-            return self._settle(schedule, chosen)
+            before = self._flight
+            if before is None:
+                self._flight = self._launch(self.scheduler.next())
+                if self._flight.may_be_followed and self._overlap:
+                    return []
+                before, self._flight = self._flight, None
+            else:
+                schedule = self.scheduler.ahead(before.schedule) if before.may_be_followed else None
+                self._flight = self._launch(schedule) if schedule is not None else None
+            return self._settle(before)
         return []  # what it was to read did not come; its rows go on without
+
+    def _launch(self, schedule: Schedule) -> _Flight:
+        began = time.perf_counter()
+        logits = self._forward(schedule)
+        return _Flight(schedule, self._sample(schedule, logits), self._count(schedule), began)
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
-        """A step that is cut short (Ctrl-C, no memory) leaves states half written. Its rows go on from their tokens, without them."""
+        """A step that is cut short (Ctrl-C, no memory) leaves states half written. Its rows go on from their tokens, without them, and
+        where there was no memory, in smaller steps."""
         self._stepping = True
         try:
             yield
         except Lost:
             self.scheduler.unload()
+        except torch.OutOfMemoryError:
+            self._begin_again()
+            if not self.scheduler.shrink():
+                raise
+            sizes = self.scheduler.budget, self.scheduler.max_rows
+            log.warning("a step did not fit into the memory; from now on it has at most %d tokens of %d rows", *sizes)
         except BaseException:
-            self.scheduler.forget_states()
-            self.pins.reset()
+            self._begin_again()
             raise
         finally:
             self._stepping = False
             self._drop_cancelled()
+
+    def _begin_again(self) -> None:
+        self._flight = None
+        self.scheduler.forget_states()
+        self.pins.reset()
 
     def _forward(self, schedule: Schedule) -> Tensor:
         self.pool.arrivals = schedule.loads
@@ -181,41 +226,47 @@ class Engine:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:
             return torch.empty(0, self.model.config.vocab_size)
-        batch = self.batcher.prepare(schedule)
+        batch = self.batcher.prepare(schedule, self._unread)
         logits = self.graphs.forward(batch) if self.graphs is not None and not schedule.loads else None
         return logits if logits is not None else self.model.decoder.forward(self.batcher.step(batch), self.pool)
 
-    def _sample(self, schedule: Schedule, logits: Tensor) -> dict[Row, Chosen]:
+    def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         """The rows that have caught up get their next token."""
-        ready, places, place = [], [], 0
-        for row, count in zip(schedule.rows, schedule.counts, strict=True):
-            caught_up = row.makes is None and row.computed + count == len(row.tokens)
-            if row.scored is not None:
-                _score(row, count, logits[place : place + count])
-                place += count
-            elif caught_up:
-                place += 1
-            if caught_up:
-                ready.append(row)
-                places.append(place - 1)
-        if len(places) < len(logits):
-            logits = logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
-        return dict(zip(ready, self.sampler.sample(logits, ready), strict=True))
+        if schedule.scored:
+            logits = _scored(schedule, logits)
+        return self.sampler.choose(logits, schedule.ready, set(self._unread.rows) if self._unread is not None else ())
 
-    def _settle(self, schedule: Schedule, chosen: dict[Row, Chosen]) -> list[TokenEvent]:
+    @property
+    def _unread(self) -> Unread | None:
+        """What the step before chose, if nobody here knows it yet."""
+        before = self._flight
+        return Unread(before.schedule.ready, before.chosen.tokens) if before is not None and before.schedule.ready else None
+
+    def _settle(self, flight: _Flight) -> list[TokenEvent]:
+        schedule, self.facts = flight.schedule, flight.facts
+        chosen, are_fed = flight.chosen.read()
+        if not are_fed and self._flight is not None:
+            self._flight = None
+            self.scheduler.retract()
         self.steps += 1
-        self.facts = self._count(schedule)
-        if self.store is not None and self.facts.tokens >= MEASURED and not schedule.loads:
-            self.store.speeds.computed(self.facts.tokens, time.perf_counter() - self._began)
         self.totals = self.totals.plus(self.facts)
+        now = time.perf_counter()
+        if self.store is not None and self.facts.tokens >= MEASURED and not schedule.loads:
+            self.store.speeds.computed(self.facts.tokens, now - max(flight.began, self._settled))
+        self._settled = now
         self.scheduler.settle(schedule)
-        events = [self.answers[row].take(token) for row, token in chosen.items()]
-        for row, event in zip(chosen, events, strict=True):
+        events = []
+        for row, token in zip(schedule.ready, chosen, strict=True):
+            answer = self.answers.get(row)
+            if answer is None:
+                continue  # it ended while the step ran: this token is one too many
+            event = answer.take(token)
+            events.append(event)
             if event.finish_reason is not None:
                 row.is_suspect = event.finish_reason == "error"
                 self._end(row)
-            if row.is_suspect and not _bends_logits(row):  # else it may be its own fault, and not that of the states
-                self._distrust(row)
+                if row.is_suspect and not _bends_logits(row):  # else it may be its own fault, and not that of the states
+                    self._distrust(row)
         return events
 
     def _distrust(self, row: Row) -> None:
@@ -226,16 +277,15 @@ class Engine:
 
     def _count(self, schedule: Schedule) -> StepFacts:
         """While a plan holds it saves the same in every step, and every row sees one token more."""
-        rows, size = len(schedule.rows), self._token_bytes
+        rows, tokens, size = len(schedule.rows), sum(schedule.counts), self._token_bytes
         if not rows:
             return StepFacts()
         if schedule.changed:
             self._shared = Shared.by(self.batcher.plan)
-            flat = sum(row.computed + row.imported for row in schedule.rows) + sum(schedule.counts)
-        else:
-            flat = self.facts.flat_bytes // size + rows
+        before = int(schedule.starts.sum()) + sum(row.imported for row in schedule.rows) if not schedule.follows else self._seen
+        self._seen = before + tokens
         reads, readers, spared = self._shared
-        return StepFacts(rows, sum(schedule.counts), reads, readers, (flat - spared) * size, flat * size)
+        return StepFacts(rows, tokens, reads, readers, (self._seen - spared) * size, self._seen * size)
 
     def _end(self, row: Row) -> None:
         self.scheduler.remove(row)
@@ -344,10 +394,24 @@ def _bends_logits(row: Row) -> bool:
     return row.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0)
 
 
-def _score(row: Row, count: int, logits: Tensor) -> None:
+def _scored(schedule: Schedule, logits: Tensor) -> Tensor:
+    """Scores prompts; answers the logits of the rows that have caught up."""
+    ready, places, place = set(schedule.ready), list[int](), 0
+    for row, start, count in zip(schedule.rows, schedule.starts.tolist(), schedule.counts, strict=True):
+        if row.scored is not None:
+            _score(row, start, logits[place : place + count])
+            place += count
+        elif row in ready:
+            place += 1
+        if row in ready:
+            places.append(place - 1)
+    return logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
+
+
+def _score(row: Row, start: int, logits: Tensor) -> None:
     """The logprob of the token that follows each of the computed ones in the prompt. A row that was preempted begins again."""
     assert row.scored is not None
-    following = row.prompt[row.computed + 1 : row.computed + count + 1]
+    following = row.prompt[start + 1 : start + len(logits) + 1]
     if following:
         scores = logits[: len(following)].log_softmax(-1)
-        row.scored[row.computed :] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()
+        row.scored[start:] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()

@@ -16,11 +16,12 @@ from torch import Tensor
 from ..kernels.reads import Reads
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
-from .batch import Batch, Lowered
+from .across import sent
+from .batch import NOWHERE, Batch, Lowered
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)  # tokens
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)  # tokens
 SPARE = 2.0  # room for larger plans than the one that a graph was captured with
 SEEN = 2  # times that a kind of step is met before it is captured
 
@@ -45,23 +46,25 @@ class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.host = torch.zeros(4, max(kind.tokens, kind.wanted), dtype=torch.int64, pin_memory=pinned)
-        self.numbers = torch.zeros_like(self.host, device=device)
-        tokens, positions, slots, wanted = self.numbers
+        self.numbers = torch.zeros(5, max(kind.tokens, kind.wanted), dtype=torch.int64, device=device)
+        tokens, positions, slots, wanted, sources = self.numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]
-        self.wanted = wanted[: kind.wanted]
+        self.wanted, self.sources = wanted[: kind.wanted], sources[: kind.tokens]
         self.lowering: Replaceable | None = None
         self.reads: Reads | None = None
         self.repeat: Repeat | None = None
 
     def fill(self, batch: Batch, scratch: int) -> None:
-        """One copy for all four."""
-        host = self.host.numpy()
-        for place, (numbers, padding) in enumerate(((batch.tokens, 0), (batch.positions, 0), (batch.slots, scratch), (batch.wanted, 0))):
+        """One copy for all of them."""
+        host = np.zeros(self.numbers.shape, dtype=np.int64)
+        host[2], host[4] = scratch, NOWHERE  # what pads a step
+        for place, numbers in enumerate(batch[:4]):
             host[place, : len(numbers)] = numbers
-            host[place, len(numbers) :] = padding
-        self.numbers.copy_(self.host, non_blocking=True)
+        if batch.fed is not None:
+            host[4, : len(batch.fed.sources)] = batch.fed.sources
+        self.numbers.copy_(sent(host, self.numbers.device))
+        if batch.fed is not None:
+            self.tokens.copy_(batch.fed.into(self.tokens, self.sources))
 
 
 class Graphs:
@@ -78,6 +81,8 @@ class Graphs:
         self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
         self._captured: dict[Kind, _Captured] = {}
         self._met: Counter[Kind] = Counter()
+        self._reads: Reads | None = None  # the last ones, and what they want
+        self._kind: Hashable = None
         self._broken = False
         self.captures = self.replays = 0
 
@@ -86,7 +91,9 @@ class Graphs:
         count = len(batch.tokens)
         if self._broken or not count or count > SIZES[-1] or len(batch.wanted) == 0:
             return None
-        kind = Kind(_rounded(count), _rounded(len(batch.wanted)), self._launches(batch.reads))
+        if batch.reads is not self._reads:
+            self._reads, self._kind = batch.reads, self._launches(batch.reads)
+        kind = Kind(_rounded(count), _rounded(len(batch.wanted)), self._kind)
         self._met[kind] += 1
         if self._met[kind] < SEEN:
             return None
@@ -103,11 +110,9 @@ class Graphs:
         entry.fill(batch, self._pool.scratch)
         if entry.reads is not batch.reads:
             entry.reads = batch.reads
-            padded = np.zeros(kind.tokens, dtype=np.int64)
-            padded[: len(batch.positions)] = batch.positions
-            if entry.lowering is None or not entry.lowering.replace(batch.reads, torch.from_numpy(padded)):
+            if entry.lowering is None or not entry.lowering.replace(batch.reads, entry.positions):
                 entry.repeat = None
-                entry.lowering = self._lower(batch.reads, torch.from_numpy(padded), SPARE)
+                entry.lowering = self._lower(batch.reads, entry.positions, SPARE)
         if entry.repeat is not None:
             self.replays += 1
             return entry.repeat()

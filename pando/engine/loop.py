@@ -16,7 +16,7 @@ from .request import Request, TokenEvent
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FAILURES = 3  # steps that may fail one after the other before the requests in them are given up
+FAILURES = 3  # steps that may fail with no token between them before the requests in them are given up
 IDLE = 1.0  # seconds after which pins are looked at although nobody asks for anything
 FRESH = 0.25  # seconds for which the numbers of `stats` may stand while the engine works
 
@@ -111,6 +111,7 @@ class EngineLoop:
         if self._engine.has_work:
             self._step()
         elif not self._posted and not self._stopping:
+            self._failures = 0
             self.stats = self._engine.stats()
             self._wake.wait(self._engine.tend() or IDLE)
 
@@ -125,11 +126,12 @@ class EngineLoop:
             if self._failures >= FAILURES:
                 self._give_up_all()
             return
-        self._failures = 0
+        self._failures = 0 if events else self._failures  # the call before the one that fails may always go well
         if events and not self._stopping:  # whoever stopped it may have gone already
             self._deliver(events)
         now = time.perf_counter()
-        self._observe(now - start, self._engine.facts)
+        if self._engine.facts.rows:  # else it only asked for a step
+            self._observe(now - start, self._engine.facts)
         if now - self._counted > FRESH:
             self.stats, self._counted = self._engine.stats(), now
 

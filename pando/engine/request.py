@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from ..errors import InvalidOption, InvalidSampling
 from ..kv.run import Run
@@ -224,12 +224,11 @@ class Logprob:
     decoded_token: str = ""
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token of one answer. `text` is what became readable with it: never half a character, never part of a stop string."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # of the answer: nobody looks for places in an event
     token: int
     text: str
     logprobs: Mapping[int, Logprob] | None = None

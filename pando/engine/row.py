@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ..kv.plan import RowView
+from ..kv.plan import Numbers, RowView
 from ..kv.segment import Key, Lineage, Placement
 from ..kv.tree import Stem
 from ..store.keeper import Loading
@@ -71,14 +71,12 @@ class Row:
         """As the plan sees it: the same object until what it reads is another."""
         path = self.stem.path() if self.stem else ()
         imports = () if self.repair else self.imports
-        before = tuple(found.path() for found in imports)
-        now = (path, before, self.pages, len(self.pages), self.settled)
+        now = (path, self.pages, len(self.pages), self.settled, *(found.path() for found in imports))
         if self._view is None or self._viewed != now:
-            moves = [found.want.run.shift for found in imports]
-            placements = [Placement(segment, shift) for segments, shift in zip(before, moves, strict=True) for segment in segments]
+            moved = [Placement(segment, found.want.run.shift) for found in imports for segment in found.path()]
             tail = tuple(self.pages[self.settled // page_size :])
             self._viewed = now
-            self._view = RowView([*placements, *map(Placement, path)], tail, self.at + self.settled)
+            self._view = RowView([*moved, *map(Placement, path)], tail, self.at + self.settled)
         return self._view
 
     @property
@@ -115,8 +113,16 @@ class Copy:
 @dataclass(frozen=True)
 class Schedule:
     rows: list[Row]
+    starts: Numbers  # how many of its tokens each has computed before
     counts: list[int]  # tokens each computes
-    copies: list[Copy]  # before anything is computed, in this order
-    changed: bool  # rows or pages differ from the step before, or rows compute more than their next token
+    ready: list[Row]  # those that have caught up then, and get their next token
+    copies: Sequence[Copy] = ()  # before anything is computed, in this order
+    changed: bool = True  # rows or pages differ from the step before, or rows compute more than their next token
     loads: Sequence[Loading] = ()  # what rows read that is still on its way
     repairs: Sequence[Row] = ()  # rows whose first tokens are repaired before the others are computed
+    scored: bool = False  # does a row want the logprobs of its prompt?
+    plain: bool = False  # it has nothing of the last three, and nobody waits for what a row of it makes
+    follows: bool = False  # the rows of the step before, and each computes its next token, as it did then
+
+    def again(self, changed: bool) -> "Schedule":
+        return replace(self, starts=self.starts + 1, copies=(), changed=changed, follows=True)

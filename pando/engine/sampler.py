@@ -5,16 +5,17 @@ the batch changes, not at every step; rows that need nothing special cost one ma
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InvalidSampling
+from .across import Returning, sent
 from .draw import SHORTLIST, draw_listed, draw_whole, scores, shortlist, uniforms
 from .request import Constraint, SamplingParams
 
@@ -38,8 +39,7 @@ class Choice(Protocol):
     def constraint(self) -> Constraint | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """`token` is NO_TOKEN when none could be chosen: a logit was NaN or +inf, or every one was -inf.
 
     Logprobs are those of the model's own logits, before penalties and temperature. `top` holds (id, logprob, rank): the chosen token,
@@ -51,15 +51,53 @@ class Chosen:
     top: list[tuple[int, float, int]] | None = None
 
 
+class _Open(NamedTuple):
+    """Draws from a short list of the likeliest tokens, and what is needed to draw from all where the list was too short."""
+
+    x: Tensor  # [n, V]
+    places: Tensor  # of them among the rows
+    limits: tuple[Tensor, Tensor, Tensor]  # floor, top_k, top_p
+    chance: Tensor
+    settled: Returning  # [n]: was the list long enough?
+
+    def again(self) -> dict[int, int]:
+        """The right tokens where it was not, by their places."""
+        if self.settled.read().all():
+            return {}
+        open_ones = sent((~self.settled.read()).nonzero()[:, 0].numpy(), self.x.device)
+        floor, top_k, top_p = (limit[open_ones] for limit in self.limits)
+        ids, sums, kept, _ = shortlist(self.x[open_ones], floor, top_k, top_p, self.x.shape[1])
+        return dict(zip(self.places[open_ones].tolist(), draw_listed(ids, sums, kept, self.chance[open_ones]).tolist(), strict=True))
+
+
+class Choices(NamedTuple):
+    """The tokens of a step, which a GPU may still be computing."""
+
+    tokens: Tensor  # [N], where they were computed: what the next step takes, something in place of NO_TOKEN
+    told: Returning  # the same on their way here
+    free: bool = True  # can the next ones be chosen before anyone here knows these?
+    open: _Open | None = None
+    scored: Sequence[tuple[int, float, list[tuple[int, float, int]]]] = ()  # place, logprob and top, where they were wanted
+
+    def read(self) -> tuple[list[Chosen], bool]:
+        """And whether they are what the next step takes: hardly ever is one of them another."""
+        tokens, others = self.told.read().tolist(), self.open.again() if self.open is not None else {}
+        for place, token in others.items():
+            tokens[place] = NO_TOKEN if tokens[place] == NO_TOKEN else token
+        chosen = list(map(Chosen, tokens))
+        for place, logprob, top in self.scored:
+            if chosen[place].token != NO_TOKEN:
+                chosen[place] = Chosen(chosen[place].token, logprob, top)
+        return chosen, not others
+
+
 @dataclass(slots=True)
 class _Memory:
     """What is kept of a row from step to step. Holding the row keeps its id from naming another."""
 
     row: Choice
-    slot: int | None  # in the counts, when it has penalties
+    slot: int  # in the counts
     counted: int  # output tokens already in them
-    bias_ids: Tensor
-    biases: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +121,10 @@ class _Groups:
     """Who needs what in this batch; index tensors on the device."""
 
     members: tuple[Choice, ...]
-    biased: tuple[int, ...]
+    biased: bool
+    biased_at: Tensor  # a row and a token for each bias
+    bias_ids: Tensor
+    biases: Tensor
     held: tuple[int, ...]  # min_tokens
     constrained: tuple[int, ...]
     penalised: tuple[int, ...]
@@ -116,32 +157,37 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:
         """One token per row from logits, fp32 [N, V], which may be overwritten."""
+        return self.choose(logits, rows).read()[0]
+
+    def choose(self, logits: Tensor, rows: Sequence[Choice], unread: Collection[Choice] = ()) -> Choices:
+        """The same without waiting for it. `unread`: rows whose last token nobody here knows yet; those before it were chosen freely."""
         if not rows:
-            return []
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return Choices(nothing, Returning(nothing))
         groups = self._group(rows)
         raw = _take(logits, groups.scored_at).log_softmax(-1) if groups.scored else None
-        self._bias(logits, groups)
-        _hold(logits, groups)
+        if groups.biased:
+            logits.index_put_((groups.biased_at, groups.bias_ids), groups.biases, accumulate=True)
+        holds = _hold(logits, groups, unread)
         self._penalise(logits, groups)
         self._constrain(logits, groups)
         best, tokens = logits.max(dim=-1)
-        if groups.random is not None:
-            drawn = self._draw(logits, best, groups.random, groups.members)
-            tokens[groups.random.rows] = drawn
-        tokens = torch.where(best.isfinite(), tokens, NO_TOKEN)
-        chosen = [Chosen(token) for token in tokens.tolist()]
+        left = self._draw(logits, best, tokens, groups.random, groups.members, unread) if groups.random is not None else None
+        told = torch.where(best.isfinite(), tokens, NO_TOKEN)
         if raw is not None:
-            scored = scores(raw, tokens[groups.scored_at], [rows[i].params.logprobs or 0 for i in groups.scored])
-            for i, (logprob, top) in zip(groups.scored, scored, strict=True):
-                if chosen[i].token != NO_TOKEN:
-                    chosen[i] = Chosen(chosen[i].token, logprob, top)
-        return chosen
+            return self._scored(Choices(tokens, Returning(told), False, left), raw, groups)
+        return Choices(tokens, Returning(told), not (holds or groups.penalised or groups.constrained), left)
+
+    def _scored(self, choices: Choices, raw: Tensor, groups: _Groups) -> Choices:
+        tokens = self._places([chosen.token for chosen in choices.read()[0]])
+        found = scores(raw, tokens[groups.scored_at], [groups.members[i].params.logprobs or 0 for i in groups.scored])
+        return choices._replace(scored=[(i, logprob, top) for i, (logprob, top) in zip(groups.scored, found, strict=True)])
 
     def forget(self, row: Choice) -> None:
         """Drops what is kept of a row that has ended; a row never seen is no error."""
         self._groups = None
         memory = self._memory.pop(id(row), None)
-        if memory is not None and memory.slot is not None:
+        if memory is not None:
             self._free.append(memory.slot)
 
     def _group(self, rows: Sequence[Choice]) -> _Groups:
@@ -152,14 +198,18 @@ class Sampler:
         penalised = [i for i, p in enumerate(params) if _penalised(p)]
         scored = [i for i, p in enumerate(params) if p.logprobs is not None]
         numbers = [[params[i].repetition_penalty, params[i].presence_penalty, params[i].frequency_penalty] for i in penalised]
+        biases = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
         self._groups = _Groups(
             members=tuple(rows),
-            biased=tuple(i for i, p in enumerate(params) if p.logit_bias),
+            biased=bool(biases),
+            biased_at=self._places([i for i, _, _ in biases]),
+            bias_ids=self._places([token for _, token, _ in biases]),
+            biases=self._numbers([bias for _, _, bias in biases]),
             held=tuple(i for i, p in enumerate(params) if p.min_tokens and rows[i].constraint is None),  # what is complete must end
             constrained=tuple(i for i, row in enumerate(rows) if row.constraint is not None),
             penalised=tuple(penalised),
             penalised_at=self._places(penalised),
-            penalties=torch.tensor(numbers, dtype=torch.float32, device=self.device).reshape(-1, 3).T[:, :, None],
+            penalties=self._numbers([number for each in numbers for number in each]).reshape(-1, 3).T[:, :, None],
             scored=tuple(scored),
             scored_at=self._places(scored),
             random=self._random(rows, [i for i, p in enumerate(params) if not p.greedy]),
@@ -176,28 +226,25 @@ class Sampler:
             members=tuple(drawing),
             rows=self._places(drawing),
             seeds=np.array([rows[i].seed & (2**64 - 1) for i in drawing], dtype=np.uint64),
-            temperature=self._numbers([p.temperature for p in params], torch.float32),
-            floor=self._numbers([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32),
-            top_k=torch.tensor(ceilings, device=self.device),
-            top_p=self._numbers([p.top_p if p.top_p < 1 else math.inf for p in params], torch.float64),
+            temperature=self._numbers([p.temperature for p in params]),
+            floor=self._numbers([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]),
+            top_k=self._places(ceilings),
+            top_p=self._numbers([p.top_p if p.top_p < 1 else math.inf for p in params], np.float64),
             whole=self._places([j for j, keeps_all in enumerate(whole) if keeps_all]),
             cut=self._places([j for j, keeps_all in enumerate(whole) if not keeps_all]),
             has_floor=any(p.min_p > 0 for p in params),
         )
 
     def _places(self, places: list[int]) -> Tensor:
-        return torch.tensor(places, dtype=torch.int64, device=self.device)
+        return sent(np.array(places, dtype=np.int64), self.device)
 
-    def _numbers(self, numbers: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=self.device)
+    def _numbers(self, numbers: list[float], dtype: type[np.floating[Any]] = np.float32) -> Tensor:
+        return sent(np.array(numbers, dtype=dtype), self.device)
 
     def _recall(self, row: Choice) -> _Memory:
         memory = self._memory.get(id(row))
         if memory is None:
-            bias = row.params.logit_bias
-            slot = self._new_slot(row.prompt) if _penalised(row.params) else None
-            memory = _Memory(row, slot, 0, self._places(list(bias)), self._numbers(list(bias.values()), torch.float32))
-            self._memory[id(row)] = memory
+            memory = self._memory[id(row)] = _Memory(row, self._new_slot(row.prompt), 0)
         return memory
 
     def _new_slot(self, prompt: Sequence[int]) -> int:
@@ -213,14 +260,6 @@ class Sampler:
         self._in_prompt[slot, self._places(list(prompt))] = True
         return slot
 
-    def _bias(self, logits: Tensor, groups: _Groups) -> None:
-        if not groups.biased:
-            return
-        memories = [self._recall(groups.members[i]) for i in groups.biased]
-        at = [i for i, memory in zip(groups.biased, memories, strict=True) for _ in range(len(memory.bias_ids))]
-        ids = torch.cat([memory.bias_ids for memory in memories])
-        logits.index_put_((self._places(at), ids), torch.cat([memory.biases for memory in memories]), accumulate=True)
-
     def _penalise(self, logits: Tensor, groups: _Groups) -> None:
         if not groups.penalised:
             return
@@ -229,7 +268,6 @@ class Sampler:
         ids: list[int] = []
         for i in groups.penalised:
             memory = self._recall(groups.members[i])
-            assert memory.slot is not None
             new = groups.members[i].output[memory.counted :]
             memory.counted += len(new)
             slots.append(memory.slot)
@@ -250,21 +288,27 @@ class Sampler:
             bits = np.unpackbits(constraint.allowed().view(np.uint8), count=self.vocab_size, bitorder="little")
             logits[i].masked_fill_(torch.from_numpy(bits == 0).to(self.device), -math.inf)
 
-    def _draw(self, logits: Tensor, best: Tensor, random: _Random, members: tuple[Choice, ...]) -> Tensor:
-        positions = np.array([len(members[i].output) for i in random.members])
-        chance = torch.from_numpy(uniforms(random.seeds, positions)).to(self.device)
+    def _draw(
+        self, logits: Tensor, best: Tensor, tokens: Tensor, random: _Random, members: tuple[Choice, ...], unread: Collection[Choice]
+    ) -> _Open | None:
+        """Puts what is drawn among the tokens."""
+        positions = np.array([_said(members[i], unread) for i in random.members])
+        chance = sent(uniforms(random.seeds, positions), self.device)
         x = _take(logits, random.rows)
         x = x.sub_(best[random.rows, None]).div_(random.temperature[:, None])  # the largest is 0
-        tokens = torch.empty_like(random.rows)
         if len(random.whole):
             floor = random.floor[random.whole] if random.has_floor else None
-            tokens[random.whole] = draw_whole(_take(x, random.whole), floor, chance[random.whole])
+            tokens[random.rows[random.whole]] = draw_whole(_take(x, random.whole), floor, chance[random.whole])
         cut, width = random.cut, min(SHORTLIST, self.vocab_size)
-        while len(cut):
-            ids, sums, kept, settled = shortlist(_take(x, cut), random.floor[cut], random.top_k[cut], random.top_p[cut], width)
-            tokens[cut] = draw_listed(ids, sums, kept, chance[cut])
-            cut, width = cut[~settled], self.vocab_size
-        return tokens
+        if not len(cut):
+            return None
+        x, places, chance, limits = _take(x, cut), random.rows[cut], chance[cut], (random.floor[cut], random.top_k[cut], random.top_p[cut])
+        ids, sums, kept, settled = shortlist(x, *limits, width)
+        tokens[places] = draw_listed(ids, sums, kept, chance)
+        if width == self.vocab_size:
+            return None
+        kept_x = x.clone() if x.is_cuda and len(x) == len(logits) else x  # the next step's logits may be written over these
+        return _Open(kept_x, places, limits, chance, Returning(settled))
 
 
 def _penalised(params: SamplingParams) -> bool:
@@ -276,10 +320,16 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return x if len(rows) == len(x) else x[rows]
 
 
-def _hold(logits: Tensor, groups: _Groups) -> None:
-    """Rules out the ends of an answer that is still shorter than its min_tokens."""
-    short = [i for i in groups.held if len(groups.members[i].output) < groups.members[i].params.min_tokens]
+def _said(row: Choice, unread: Collection[Choice]) -> int:
+    """How many tokens its answer has."""
+    return len(row.output) + (row in unread)
+
+
+def _hold(logits: Tensor, groups: _Groups, unread: Collection[Choice]) -> bool:
+    """Rules out the ends of an answer that is still shorter than its min_tokens; says whether there is one."""
+    short = [i for i in groups.held if _said(groups.members[i], unread) < groups.members[i].params.min_tokens]
     pairs = [(i, token) for i in short for token in groups.members[i].blocked]
     if pairs:
         at, ids = torch.tensor(pairs, device=logits.device).T
         logits[at, ids] = -math.inf
+    return bool(short)

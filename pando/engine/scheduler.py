@@ -10,7 +10,7 @@ front; its tokens are never lost, and its states only if someone needed the room
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..kv.pages import Pages
 from ..kv.segment import Key, extend_keys, shared_length
@@ -22,9 +22,11 @@ from .makers import Makers
 from .misses import Misses
 from .request import Miss
 from .row import Copy, Row, Schedule
+from .turns import Turn, Turns
 
 PATIENCE = 30.0  # seconds that a row waits for its context while others run
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
+LEAST = 32  # tokens of a step: prompts of fewer at a time would take for ever
 
 
 class Scheduler:
@@ -51,8 +53,8 @@ class Scheduler:
         self.preemptions = 0
         self._now = 0.0
         self._arrivals = 0
-        self._changed = True
-        self._shape: list[tuple[int, int]] = []
+        self._turns = Turns(pages.page_size)
+        self._is_stuck = False  # nobody can be admitted before a row lets go of its pages
         self._misses = Misses(tree, reuse)
         self.below = Below(store, tree) if store is not None else None
         self.makers = Makers(tree, self.waiting, pages.page_size)
@@ -77,6 +79,7 @@ class Scheduler:
         elif row in self.waiting:
             self.waiting.remove(row)
             self._let_go(row)
+            self._is_stuck = False
         if self.below is not None and row.makes is None:
             self.below.store.leave(row.arrival)
 
@@ -96,30 +99,68 @@ class Scheduler:
             self.below.limbo = []
         self.pages.reset()
         self.tree.reset()
-        self._changed = True
+        self._turns.change()
+
+    def shrink(self) -> bool:
+        """Steps are half as large from now on; says whether they can be."""
+        if self.budget > LEAST:
+            self.budget = max(LEAST, self.budget // 2)
+        elif self.max_rows > 1:
+            self.max_rows //= 2
+        else:
+            return False
+        return True
 
     # ---- a step
 
     def next(self) -> Schedule:
+        schedule = self._made(None)
+        assert schedule is not None
+        return schedule
+
+    def ahead(self, before: Schedule) -> Schedule | None:
+        """The step behind one that still runs, made before the tokens of that one are known: its rows go on as if none of them ended. Not
+        where that one has to be looked at first, nor where a row would have to stop for a page."""
+        return self._made(before) if before.plain else None
+
+    def retract(self) -> None:
+        """The last step that was made counts for nothing: its rows compute it again."""
+        self._turns.change()
+
+    def _made(self, before: Schedule | None) -> Schedule | None:
         self._now = self.clock()
-        copies: list[Copy] = []
-        counts: dict[Row, int] = {}
-        budget, pressed = self.budget, False
+        someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
+        if not someone_comes and (again := self._turns.again(self._has_room)) is not None:
+            return again
         self._take_arrived()
-        for row in sorted(self.running, key=lambda row: row.behind > 1):
-            count = min(row.behind, budget)
-            if count and row in self.running:
-                pressed = not self._make_room(row, row.computed + count) or pressed
-                if row in self.running:
-                    counts[row] = count
-                    budget -= count
-        counts = {row: count for row, count in counts.items() if row in self.running}
+        flying = {} if before is None else _flying(before)
+        places = [(row, *flying.get(row, (row.computed, len(row.tokens)))) for row in self.running]
+        turns: dict[Row, Turn] = {}
+        budget, pressed = self.budget, False
+        for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
+            count = min(length - start, budget)
+            if not count or row.stem is None or (row in flying and length >= row.last):
+                continue  # it has lost its pages to one before it, or comes to its end
+            if before is not None and not self._has_room(row, start + count):
+                return None
+            pressed = not self._make_room(row, start + count) or pressed
+            if row.stem is not None:
+                turns[row] = Turn(row, start, count, length)
+                budget -= count
+        copies: list[Copy] = []
         if not pressed:
-            self._admit(budget, counts, copies)
-        rows = [row for row in self.running if row in counts]
-        changed = self._changed or _shape(rows, [counts[row] for row in rows]) != self._shape or any(count > 1 for count in counts.values())
-        loads = [row.load for row in rows if row.load is not None]
-        return Schedule(rows, [counts[row] for row in rows], copies, changed, loads, [row for row in rows if row.repair and row.imports])
+            self._admit(budget, turns, copies)
+        if before is not None and not turns:
+            return None
+        return self._turns.make([turns[row] for row in self.running if row in turns], copies)
+
+    def _has_room(self, row: Row, tokens: int) -> bool:
+        """As `_make_room`, but nobody stops for it."""
+        missing = self.pages.needed(tokens) - len(row.pages)
+        if missing > 0 and not self._free(missing):
+            return False
+        self._grow(row, tokens)
+        return True
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
@@ -149,7 +190,7 @@ class Scheduler:
         for row in list(self.running):
             if row.load is not None and (row.load.done or row.load.lost):
                 self._end_load(row)
-        self._changed = True
+        self._turns.change()
 
     def detach(self) -> None:
         """Nothing below the pool is asked any more: what is on its way to it arrives, and rows compute what is missing."""
@@ -166,10 +207,11 @@ class Scheduler:
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
-        self._changed, self._shape = False, _shape(schedule.rows, schedule.counts)  # only now: a step that failed settles nothing
         for row in schedule.repairs:  # they have a copy now
             self._let_go(row)
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
+            if row.stem is None:
+                continue  # it ended while the step ran
             if row.load is not None and self.below is not None:
                 self.below.end(row)  # every layer of it was waited for
             row.computed += count
@@ -183,10 +225,11 @@ class Scheduler:
     def tend(self) -> None:
         """Takes in what was moved between the tiers in the meantime."""
         if self.below is not None:
-            self.below.pump()
+            if self.below.pump():
+                self._is_stuck = False
             self.pages.give(self.below.returned())
 
-    def _admit(self, budget: int, counts: dict[Row, int], copies: list[Copy]) -> None:
+    def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped: list[Row] = []
         while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and len(skipped) < self.max_rows:
             row = self.waiting.popleft()
@@ -195,17 +238,18 @@ class Scheduler:
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
                 continue
-            if row.repair_cost > budget and any(count > 1 for count in counts.values()):
+            if row.repair_cost > budget and any(turn.new > 1 for turn in turns.values()):
                 self.waiting.appendleft(row)  # a repair is not done in parts: it has a step to itself, but for rows that decode
                 break
             if not self._place(row, copies) and not (self._give_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
+                self._is_stuck = True
                 break
             if row in self.running:
                 if row.repair and row.imports:
                     budget = max(1, budget - row.repair_cost)
-                counts[row] = min(row.behind, budget)
-                budget -= counts[row]
+                turns[row] = Turn(row, row.computed, min(row.behind, budget), len(row.tokens))
+                budget -= turns[row].new
         self.waiting.extendleft(reversed(skipped))
 
     def _gather(self, row: Row) -> list[Row] | None:
@@ -332,7 +376,7 @@ class Scheduler:
     def _run(self, row: Row) -> None:
         self.running.append(row)
         self.running.sort(key=lambda row: row.arrival)
-        self._changed = True
+        self._turns.change()
 
     def _place_repaired(self, row: Row) -> None:
         """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
@@ -358,6 +402,8 @@ class Scheduler:
 
     def _make_room(self, row: Row, tokens: int) -> bool:
         """Gives a row pages for so many tokens; says whether no other row had to stop for it. The row itself may be the one that stops."""
+        if tokens <= len(row.pages) * self.pages.page_size:
+            return True
         alone = True
         missing = self.pages.needed(tokens) - len(row.pages)
         while missing > 0 and not self._free(missing):
@@ -375,7 +421,7 @@ class Scheduler:
             after = row.pages[-1] if row.pages else None
             expect = self.pages.needed(row.last) - len(row.pages) - missing
             row.pages += self.pages.take(missing, after, max(0, expect))
-            self._changed = True
+            self._turns.change()
 
     def _free(self, count: int, spare: int = 0) -> bool:
         """Makes sure that so many pages are free, if the cache can give them and would still have some to spare."""
@@ -417,7 +463,8 @@ class Scheduler:
         self.tree.unpin(row.stem)
         self._let_go(row)
         row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
-        self._changed = True
+        self._turns.look()
+        self._is_stuck = False
 
     def _hand_over(self, row: Row) -> None:
         """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""
@@ -438,7 +485,7 @@ class Scheduler:
         if done.spare:
             self.pages.unclaim(row.pages[-1])
             self.pages.give(done.spare)
-            self._changed = True
+            self._turns.change()
         row.pages[start:stop] = done.pages
         row.settled = stop * size
         if done.stem is not row.stem:
@@ -452,5 +499,7 @@ class Scheduler:
         extend_keys(row.keys, row.lineage, row.tokens, self.pages.page_size)
 
 
-def _shape(rows: Iterable[Row], counts: Iterable[int]) -> list[tuple[int, int]]:
-    return [(id(row), count) for row, count in zip(rows, counts, strict=True)]
+def _flying(schedule: Schedule) -> Mapping[Row, tuple[int, int]]:
+    """For the rows of a step that still runs: how many tokens each will have computed, and how many there will be."""
+    stops, ready = (schedule.starts + schedule.counts).tolist(), set(schedule.ready)
+    return {row: (stop, len(row.tokens) + (row in ready)) for row, stop in zip(schedule.rows, stops, strict=True)}

@@ -1,13 +1,21 @@
-"""How long a context may be, and how large the pool."""
+"""How long a context may be, how large the pool, and whether a step fits beside it."""
+
+import logging
+
+import torch
 
 from ..config import EngineConfig
 from ..errors import InvalidOption
 from ..kv.pool import PagePool
+from ..model.decoder import Step
 from ..model.load import Model, free_memory
 
-POOL_CONTEXTS = 8  # full contexts that the pool holds by default, memory permitting
+log = logging.getLogger(__name__)
+
+POOL_CONTEXTS = 8  # full contexts that the pool holds by default on a CPU, memory permitting
 MAX_SLOTS = 2**31 - 1  # kernels count them in 32 bits
-POOL_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the free memory, at most
+CPU_SHARE = 0.25  # of the free memory, at most
+GIB = 2**30
 
 
 def context_of(model: Model, config: EngineConfig) -> int:
@@ -26,13 +34,41 @@ def page_count(model: Model, config: EngineConfig, context: int) -> int:
         count = min(config.kv_cache_tokens, MAX_SLOTS) // config.page_size
         if count * size > free:
             raise InvalidOption(
-                f"a KV cache of {config.kv_cache_tokens} tokens needs {count * size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
+                f"a KV cache of {config.kv_cache_tokens} tokens needs {count * size / GIB:.1f} GiB and {free / GIB:.1f} GiB are free; "
                 f"lower kv_cache_tokens to at most {free // size * config.page_size}"
             )
         return count
-    affordable = min(int(free * POOL_SHARE[model.device.type]) // size, MAX_SLOTS // config.page_size)
+    on_gpu = model.device.type == "cuda"
+    share = config.gpu_memory_utilization if on_gpu else CPU_SHARE
+    affordable = min(int(free * share) // size, MAX_SLOTS // config.page_size)
     wanted = -(-POOL_CONTEXTS * context // config.page_size)
-    count = affordable if model.device.type == "cuda" else min(affordable, wanted)
+    count = affordable if on_gpu else min(affordable, wanted)
     if count < 1:
-        raise InvalidOption("there is no memory for a KV cache; free some, or choose a smaller model or dtype")
+        raise InvalidOption(
+            f"there is no memory for a KV cache: {share:g} of the {free / GIB:.2f} GiB that are free hold no page; "
+            f"free some, {'raise gpu_memory_utilization, ' if on_gpu else ''}or choose a smaller model or dtype"
+        )
+    if on_gpu and count * config.page_size < context:
+        log.warning(
+            "the KV cache holds %d tokens and a request may have %d: longer ones are refused; raise gpu_memory_utilization, or lower "
+            "max_model_len to say so",
+            count * config.page_size,
+            context,
+        )
     return count
+
+
+@torch.inference_mode()
+def check_step(model: Model, config: EngineConfig, pool: PagePool) -> None:
+    """Computes the largest step once, for nobody: what does not fit beside the cache is said now, and not to the first request."""
+    tokens, rows = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
+    numbers = torch.zeros(tokens, dtype=torch.int64, device=model.device)
+    step = Step(numbers, numbers, numbers + pool.scratch, numbers[:rows], lambda q, turned, k, v: turned.clone())
+    try:
+        logits = model.decoder.forward(step, pool)
+        logits.softmax(-1).sum().item()  # about what sampling takes beside them
+    except torch.OutOfMemoryError:
+        raise InvalidOption(
+            f"a step of {tokens} tokens and {rows} rows does not fit beside a KV cache of {pool.nbytes / GIB:.1f} GiB; lower "
+            f"gpu_memory_utilization (it is {config.gpu_memory_utilization:g}) or kv_cache_tokens, max_num_batched_tokens or max_num_seqs"
+        ) from None

@@ -18,13 +18,14 @@ REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from somet
 
 
 class Stem:
-    __slots__ = ("_path", "born", "children", "owner", "parent", "pins", "segment", "used")
+    __slots__ = ("_alike", "_path", "born", "children", "owner", "parent", "pins", "segment", "used")
 
     def __init__(self, segment: Segment, parent: "Stem | None", owner: Key, now: float) -> None:
         self.segment = segment
         self.parent = parent
         self.owner = owner
         self.children: dict[Key, Stem] = {}  # by the key of their first page
+        self._alike: dict[int, dict[Key, Stem]] = {}  # the same, by their first token: there may be thousands behind a system prompt
         self.pins = 0
         self.born = self.used = now
         self._path: tuple[Segment, ...] | None = None
@@ -33,6 +34,20 @@ class Stem:
     def end(self) -> int:
         """The position behind its last token."""
         return self.segment.first + len(self.segment)
+
+    def adopt(self, child: "Stem") -> None:
+        key = child.segment.keys[0]
+        self.children[key] = self._alike.setdefault(child.segment.tokens[0], {})[key] = child
+
+    def disown(self, child: "Stem") -> None:
+        key, first = child.segment.keys[0], child.segment.tokens[0]
+        del self.children[key], self._alike[first][key]
+        if not self._alike[first]:
+            del self._alike[first]
+
+    def beginning(self, token: int) -> list["Stem"]:
+        """The children that begin with a token."""
+        return list(self._alike.get(token, {}).values())
 
     def path(self) -> tuple[Segment, ...]:
         """From the first segment below the root to this one: the same tuple until one of them is another."""
@@ -116,21 +131,20 @@ class PrefixTree:
             stem.used = now
             page += equal
         rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
-        best, source, visible = 0, None, self._visible(stem, lineage.owner)
-        for child in visible:
-            if rest and child.segment.tokens[0] == rest[0] and (shared := shared_length(child.segment.tokens, rest)) > best:
+        best, source, owners = 0, None, self._owners(stem, lineage.owner)
+        for child in stem.beginning(rest[0]) if rest else ():
+            if child.owner in owners and (shared := shared_length(child.segment.tokens, rest)) > best:
                 best, source = shared, child
         if source is None:
-            return Match(stem, diverges=bool(visible))
+            return Match(stem, diverges=any(child.owner in owners for child in stem.children.values()))
         source.used = now
         return Match(stem, source, best, diverges=len(source.segment) > best or bool(source.children))
 
-    def _visible(self, stem: Stem, owner: Key) -> list[Stem]:
-        """The children that an owner may compare tokens with: its own, and everyone's."""
-        root = stem
-        while root.parent is not None:
-            root = root.parent
-        return [child for child in stem.children.values() if child.owner in (owner, root.owner)]
+    def _owners(self, stem: Stem, owner: Key) -> tuple[Key, Key]:
+        """Whose children an owner may compare tokens with: its own, and everyone's."""
+        while stem.parent is not None:
+            stem = stem.parent
+        return owner, stem.owner
 
     def insert(self, at: Stem, keys: Sequence[Key], tokens: Sequence[int], pages: Sequence[int], owner: Key, now: float) -> Inserted:
         """Hands over whole pages that continue a stem pinned by the caller. A run that is known already keeps its old pages."""
@@ -153,11 +167,12 @@ class PrefixTree:
     def insert_end(self, at: Stem, tokens: Sequence[int], page: int, owner: Key, now: float) -> list[int]:
         """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
         end = tuple(tokens)
-        if any(child.segment.tokens[: len(end)] == end for child in self._visible(at, owner)):
+        owners = self._owners(at, owner)
+        if any(child.owner in owners and child.segment.tokens[: len(end)] == end for child in at.beginning(end[0])):
             return [page]
         spare = self._drop_covered(at, end, owner)
         key = page_key(at.segment.key + owner, end)
-        at.children[key] = Stem(Segment((key,), end, (page,), at.end), at, owner, now)
+        at.adopt(Stem(Segment((key,), end, (page,), at.end), at, owner, now))
         self.pages += 1
         return spare
 
@@ -175,7 +190,7 @@ class PrefixTree:
         while _is_loose_leaf(stem):
             assert stem.parent is not None
             freed += stem.segment.pages
-            del stem.parent.children[stem.segment.keys[0]]
+            stem.parent.disown(stem)
             self.forget_bare(stem.parent)
             stem = stem.parent
         self.pages -= len(freed)
@@ -220,11 +235,14 @@ class PrefixTree:
 
     def _drop_covered(self, at: Stem, tokens: tuple[int, ...], owner: Key) -> list[int]:
         """Removes an owner's short ends that the given continuation contains; answers their pages."""
-        loose = {key: child for key, child in at.children.items() if child.owner == owner and not child.pins}
-        short = {key: child.segment.tokens for key, child in loose.items() if len(child.segment) < self.page_size}
-        covered = [key for key, end in short.items() if tokens[: len(end)] == end]
+        loose = [
+            child for child in at.beginning(tokens[0]) if child.owner == owner and not child.pins and len(child.segment) < self.page_size
+        ]
+        covered = [child for child in loose if tokens[: len(child.segment)] == child.segment.tokens]
+        for child in covered:
+            at.disown(child)
         self.pages -= len(covered)
-        return [at.children.pop(key).segment.pages[0] for key in covered]
+        return [child.segment.pages[0] for child in covered]
 
     def _lengthen(self, stem: Stem, fresh: Segment, now: float) -> Stem:
         """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
@@ -234,7 +252,8 @@ class PrefixTree:
         return stem
 
     def _sprout(self, at: Stem, fresh: Segment, owner: Key, now: float) -> Stem:
-        child = at.children[fresh.keys[0]] = Stem(fresh, at, owner, now)
+        child = Stem(fresh, at, owner, now)
+        at.adopt(child)
         return child
 
     def _cut(self, stem: Stem, pages: int) -> Stem:
@@ -243,10 +262,10 @@ class PrefixTree:
         old, tokens = stem.segment, pages * self.page_size
         upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.owner, stem.used)
         upper.born = stem.born
-        stem.parent.children[old.keys[0]] = upper
+        stem.parent.adopt(upper)
         stem.change(Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens))
         stem.parent = upper
-        upper.children[stem.segment.keys[0]] = stem
+        upper.adopt(stem)
         return upper
 
     def _trim(self, leaf: Stem, count: int) -> list[int]:
@@ -259,7 +278,7 @@ class PrefixTree:
             leaf.change(Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first))
         else:
             assert leaf.parent is not None
-            del leaf.parent.children[old.keys[0]]
+            leaf.parent.disown(leaf)
             self.forget_bare(leaf.parent)
         return list(old.pages[keep:])
 

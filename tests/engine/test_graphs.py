@@ -15,6 +15,8 @@ from pando.kernels.reference import Geometry
 from pando.model.load import Model
 from tests.tiny import greedy, run, tiny_engine, tiny_model
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 
 class Slow:
     """A plan in the definition's hands, with room for so many reads."""

@@ -14,6 +14,8 @@ from pando.model.decoder import Step
 
 from ..tiny import END, VOCAB, greedy, tiny_llm, tiny_model
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 HELLO = "Hello, world. How are you today?"
 
 

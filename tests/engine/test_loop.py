@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -17,6 +18,8 @@ from pando.engine.row import Schedule
 from pando.errors import InvalidPrompt
 
 from ..tiny import greedy, run, tiny_engine
+
+pytestmark = pytest.mark.usefixtures("overlap")
 
 WAIT = 20.0  # seconds; only a failing test waits so long
 PROMPTS = {f"request {i}": [(11 * i + j) % 256 for j in range(5 + i)] for i in range(12)}
@@ -188,6 +191,28 @@ def test_requests_that_no_step_can_answer_are_given_up_and_the_next_one_is_answe
         loop.add(Request("third", PROMPTS["request 3"], greedy()))
         assert desk.answer("third") == alone(PROMPTS["request 3"])
         assert idle(loop).pages_in_use == engine.tree.pages
+
+
+@pytest.mark.parametrize("place", ["_forward", "_settle"])
+def test_requests_are_given_up_although_not_every_call_fails(place: str, monkeypatch: pytest.MonkeyPatch):
+    """The first part of a prompt may be computed again and again; and where steps overlap, a call may do no more than ask for one."""
+    engine, failed = tiny_engine(max_num_batched_tokens=8), [0]
+    done = getattr(engine, place)
+
+    def failing(step: Any) -> Any:
+        schedule: Schedule = step if place == "_forward" else step.schedule
+        if [row.request_id for row in schedule.rows] == ["bad"] and schedule.starts[0] >= (8 if place == "_forward" else 0):
+            failed[0] += 1
+            raise RuntimeError("no memory, say")
+        return done(step)
+
+    monkeypatch.setattr(engine, place, failing)
+    with looping(engine) as (loop, desk):
+        loop.add(Request("bad", [7] * 20, greedy()))
+        assert desk.answer("bad") == []
+        assert desk.lost == ["bad"] and failed == [FAILURES]
+        loop.add(Request("good", PROMPTS["request 3"], greedy()))
+        assert desk.answer("good") == alone(PROMPTS["request 3"])
 
 
 def test_requests_after_those_that_were_given_up_have_as_many_tries(caplog: pytest.LogCaptureFixture):

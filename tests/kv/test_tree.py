@@ -1,6 +1,8 @@
 import random
 
-from pando.kv.segment import Key, Lineage, extend_keys, page_key, root_key
+import pytest
+
+from pando.kv.segment import Key, Lineage, extend_keys, page_key, root_key, shared_length
 from pando.kv.tree import Match, PrefixTree, Stem
 
 PAGE = 4
@@ -230,3 +232,17 @@ def test_what_is_found_is_always_what_was_inserted() -> None:
     held = [page for stem in tree.stems() for page in stem.segment.pages]
     assert len(held) == len(set(held)) == tree.pages
     assert not set(held) & set(free)
+
+
+def test_of_thousands_of_continuations_only_those_that_begin_alike_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, compared = PrefixTree(PAGE), list[object]()
+    trunk = remember(tree, [0, 1, 2, 3], [0])
+    for token in range(2000):
+        tree.insert_end(trunk, [token, token + 1], 1 + token, ROOT, 0)
+    monkeypatch.setattr("pando.kv.tree.shared_length", lambda a, b: (compared.append(a), shared_length(a, b))[1])
+    assert find(tree, [0, 1, 2, 3, 700, 701, 9]).page == 701
+    assert (len(compared), len(trunk.children), tree.pages) == (2, 2000, 2001), "the trunk, and one behind it"
+    tree.pin(trunk)
+    gone = set(tree.evict(1500))
+    for token in range(2000):
+        assert find(tree, [0, 1, 2, 3, token, token + 1]).page == (None if 1 + token in gone else 1 + token)

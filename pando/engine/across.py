@@ -1,0 +1,33 @@
+"""Numbers on their way to a device and back, without waiting for it."""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """What a GPU has not fetched yet stays in pinned memory, which torch gives to nobody else until then."""
+    here = torch.from_numpy(numbers)
+    if device.type == "cpu" or not here.numel():
+        return here.to(device)
+    return here.pin_memory().to(device, non_blocking=True)
+
+
+class Returning:
+    """A tensor that a device is still computing, on its way to the host."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._here, self._arrived = there, None  # type: Tensor, torch.cuda.Event | None
+        if there.device.type == "cuda":
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._here.copy_(there, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(there.device))
+
+    def read(self) -> Tensor:
+        """Waits for what was asked of the device until then, and for nothing that was asked of it since."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here

@@ -1,0 +1,77 @@
+"""From the turns of rows to the schedule of a step. Where all of them go on by a token, it is the last one moved on."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .row import Copy, Row, Schedule
+
+
+class Turn(NamedTuple):
+    """A row in a step: how many of its tokens it has computed, how many it computes, and how many there are."""
+
+    row: Row
+    start: int
+    new: int
+    length: int
+
+
+class Turns:
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._last = Schedule([], np.zeros(0, dtype=np.int64), [], [])
+        self._room: NDArray[np.int64] | None = None  # steps that each of its rows can go on in its pages; None: they must be looked at
+        self._changed = True
+
+    def change(self) -> None:
+        """What rows read is not what it was when the last schedule was made."""
+        self._changed = True
+
+    def look(self) -> None:
+        """A row of the last schedule may not go on."""
+        self._room = None
+
+    def make(self, turns: Sequence[Turn], copies: Sequence[Copy]) -> Schedule:
+        last, rows, counts = self._last, [turn.row for turn in turns], [turn.new for turn in turns]
+        ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]
+        loads = [row.load for row in rows if row.load is not None]
+        repairs = [row for row in rows if row.repair and row.imports]
+        scored, makes = any(row.scored is not None for row in rows), any(row.makes is not None for row in rows)
+        several = max(counts, default=1) > 1
+        self._last = Schedule(
+            rows,
+            np.array([turn.start for turn in turns], dtype=np.int64),
+            counts,
+            ready,
+            copies,
+            self._changed or several or rows != last.rows or counts != last.counts,
+            loads,
+            repairs,
+            scored,
+            plain=not (loads or repairs or scored or makes),
+        )
+        self._changed, self._room = False, None
+        if rows and self._last.plain and not several and len(ready) == len(rows):
+            self._room = np.array([self._goes_on(row, start + 1) for row, start, _, _ in turns])
+        return self._last
+
+    def again(self, make_room: Callable[[Row, int], bool]) -> Schedule | None:
+        """The last schedule moved on, if nobody went and nothing changed. Rows are looked at only where a page is full: `make_room` gives
+        such a row room for so many tokens, if it can."""
+        if self._changed or self._room is None:
+            return None
+        last = self._last
+        for place in np.flatnonzero(self._room == 0).tolist():
+            row, stop = last.rows[place], int(last.starts[place]) + 1
+            if stop + 1 >= row.last or not make_room(row, stop + 1):
+                return None
+            self._room[place] = self._goes_on(row, stop)
+        self._room -= 1
+        self._last, self._changed = last.again(self._changed), False
+        return self._last
+
+    def _goes_on(self, row: Row, stop: int) -> int:
+        """For how many steps a row that has computed so many tokens needs no page, and does not come to its end."""
+        return min(len(row.pages) * self._page_size, row.last - 1) - stop

@@ -1,0 +1,110 @@
+"""How large the cache may be, whether a step fits beside it, and what happens if it does not."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pando.engine import sizing
+from pando.engine.engine import Engine
+from pando.engine.request import Request
+from pando.engine.row import Schedule
+from pando.engine.sizing import check_step, page_count
+from pando.errors import InvalidOption
+from pando.model.load import Model
+
+from ..tiny import greedy, run, tiny_config, tiny_engine, tiny_model
+
+PAGE = 2 * 2 * 4 * 2 * 8 * 4  # bytes: K and V, 2 layers, 4 tokens, 2 heads of 8, float32
+
+
+@pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ran earlier in this process keeps the log to its journal."""
+    monkeypatch.setattr(logging.getLogger("pando"), "propagate", True)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> Model:
+    """A model that says it is on a GPU with so much memory left."""
+    monkeypatch.setattr(sizing, "free_memory", lambda device: free)
+    return replace(tiny_model(), device=torch.device("cuda"))
+
+
+def test_a_gpus_cache_takes_its_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(monkeypatch, 1000 * PAGE)
+    assert page_count(model, tiny_config(kv_cache_tokens=None), 512) == 850
+    assert page_count(model, tiny_config(kv_cache_tokens=None, gpu_memory_utilization=0.5), 512) == 500
+    assert page_count(model, tiny_config(kv_cache_tokens=400, gpu_memory_utilization=0.5), 512) == 100
+
+
+def test_a_share_that_holds_no_page_is_refused_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(monkeypatch, 9 * PAGE)
+    with pytest.raises(InvalidOption, match="raise gpu_memory_utilization"):
+        page_count(model, tiny_config(kv_cache_tokens=None, gpu_memory_utilization=0.1), 512)
+
+
+def test_a_cache_smaller_than_a_context_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = on_gpu(monkeypatch, 100 * PAGE)
+    assert page_count(model, tiny_config(kv_cache_tokens=None, gpu_memory_utilization=1.0), 512) == 100
+    assert "holds 400 tokens and a request may have 512" in caplog.text
+    caplog.clear()
+    page_count(model, tiny_config(kv_cache_tokens=None, gpu_memory_utilization=1.0), 400)
+    assert not caplog.records
+
+
+def test_a_step_that_does_not_fit_beside_the_cache_is_said_at_the_start() -> None:
+    def too_large(step: Any, pool: Any) -> Tensor:
+        assert (len(step.tokens), len(step.wanted)) == (64, 16)
+        raise torch.OutOfMemoryError
+
+    engine = tiny_engine()
+    model = replace(engine.model, decoder=SimpleNamespace(forward=too_large))  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match=r"a step of 64 tokens and 16 rows does not fit .* lower gpu_memory_utilization \(it is 0.85\)"):
+        check_step(model, tiny_config(), engine.pool)
+
+
+def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """No step of more tokens than that fits into its memory."""
+    forward = engine._forward
+
+    def tried(schedule: Schedule) -> Tensor:
+        if sum(schedule.counts) > tokens:
+            raise torch.OutOfMemoryError
+        return forward(schedule)
+
+    monkeypatch.setattr(engine, "_forward", tried)
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("tokens", [40, 9])
+def test_where_a_step_does_not_fit_smaller_ones_give_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tokens: int
+) -> None:
+    requests = [Request(str(row), [(row * 31 + place) % 256 for place in range(20)], greedy(12)) for row in range(12)]
+    if tokens == 9:  # not even the shortest step of prompts fits: there are fewer rows, with prompts that do
+        requests = [replace(request, prompt=request.prompt[:2]) for request in requests]
+    expected = run(tiny_engine(), requests)
+    engine = tiny_engine(max_num_batched_tokens=256)
+    limited(engine, monkeypatch, tokens)
+    found = run(engine, requests)
+    assert {name: [event.token for event in each] for name, each in found.items()} == {
+        name: [event.token for event in each] for name, each in expected.items()
+    }
+    assert "did not fit into the memory; from now on it has at most" in caplog.text
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
+
+
+def test_what_does_not_fit_even_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    limited(engine, monkeypatch, 0)
+    engine.add(Request("r", [1, 2, 3], greedy(2)))
+    for _ in range(5):  # the budget is halved, then the number of rows
+        assert engine.step() == []
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    assert (engine.scheduler.budget, engine.scheduler.max_rows) == (32, 1)
