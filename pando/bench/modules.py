@@ -18,6 +18,7 @@ from random import Random
 import torch
 
 from ..config import EngineConfig, Parser
+from ..engine.graphs import SEEN_WITH_PROMPTS
 from ..engine.llm import LLM
 from ..engine.request import SamplingParams
 from ..engine.schemas import Prompt
@@ -141,6 +142,7 @@ class Bench:
         runs[MODULAR]()  # a warm-up, and its modules are there
         if self.llm.engine.model.device.type == "cuda":  # kernels are compiled, and steps captured, when they are first met
             interleave(runs, WARMED)
+            interleave({name: runs[name] for name in (MODULAR, ALONE)}, SEEN_WITH_PROMPTS)
         samples = interleave(runs, self.sizes.repeats)
         return samples, bound.module_tokens
 

@@ -6,7 +6,7 @@ lies in buffers that stay. What is padded is written to a page that nobody reads
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)  # tokens
 SPARE = 2.0  # room for larger plans than the one that a graph was captured with
+WANTED = (1, 8, 32, 128, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, since there are so many mixtures
 SEEN = 2  # times that a kind of step is met before it is captured
+SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
 
 Repeat = Callable[[], Tensor]
 
@@ -93,9 +95,10 @@ class Graphs:
             return None
         if batch.reads is not self._reads:
             self._reads, self._kind = batch.reads, self._launches(batch.reads)
-        kind = Kind(_rounded(count), _rounded(len(batch.wanted)), self._kind)
+        decodes = len(batch.wanted) == count
+        kind = Kind(_rounded(count, SIZES), _rounded(len(batch.wanted), SIZES if decodes else WANTED), self._kind)
         self._met[kind] += 1
-        if self._met[kind] < SEEN:
+        if self._met[kind] < (SEEN if decodes else SEEN_WITH_PROMPTS):
             return None
         try:
             return self._run(kind, batch)[: len(batch.wanted)]
@@ -157,5 +160,5 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     return Graphs(decoder, pool, lower, launches, capture)
 
 
-def _rounded(count: int) -> int:
-    return next(size for size in SIZES if size >= count)
+def _rounded(count: int, sizes: Sequence[int]) -> int:
+    return next(size for size in sizes if size >= count)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pando.engine.engine import Engine
-from pando.engine.graphs import Graphs
+from pando.engine.graphs import SEEN_WITH_PROMPTS, Graphs
 from pando.engine.request import Request
 from pando.kernels import reference
 from pando.kernels.reads import Reads
@@ -75,6 +75,16 @@ def test_a_plan_that_a_graph_has_no_room_for_is_captured_anew(model: Model) -> N
             alone = run(tiny_engine(model), [Request("alone", prompt(i, 30), greedy(4))])["alone", 0]
             assert [event.token for event in events[name, 0]] == [event.token for event in alone]
     assert graphs.captures > 2
+
+
+def test_a_step_with_a_prompt_is_captured_only_when_its_kind_comes_again_and_again(model: Model) -> None:
+    engine = tiny_engine(model)
+    graphs = captured(engine)
+    counts = []
+    for seed in range(SEEN_WITH_PROMPTS + 2):
+        run(engine, [Request(str(seed), prompt(seed, 21), greedy(1))])
+        counts.append((graphs.captures, graphs.replays))
+    assert counts[-4:] == [(0, 0), (1, 0), (1, 1), (1, 2)], "eleven are done one by one, the twelfth is captured"
 
 
 def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, caplog: pytest.LogCaptureFixture) -> None:

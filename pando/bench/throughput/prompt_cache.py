@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import EngineConfig
+from ...engine.graphs import SEEN_WITH_PROMPTS
 from ...engine.llm import LLM
 from ...engine.request import SamplingParams, TokenEvent
 from ...engine.schemas import Prompt
@@ -113,7 +114,9 @@ class Trial:
 
     def samples(self, repeats: int) -> dict[str, list[float]]:
         runs: dict[str, Callable[[], float]] = {COLD: self._cold, POOL: self._pool, HOST: self._host}
-        interleave(runs, WARMED if self.llm.engine.model.device.type == "cuda" else 1)
+        on_gpu = self.llm.engine.model.device.type == "cuda"
+        interleave(runs, WARMED if on_gpu else 1)
+        interleave({POOL: self._pool}, SEEN_WITH_PROMPTS if on_gpu else 0)  # until its steps are captured
         return interleave(runs, repeats)
 
     def _cold(self) -> float:
