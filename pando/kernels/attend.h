@@ -66,11 +66,6 @@ static inline void ask_for(const Work *w, const Block *block, int j) {
     }
 }
 
-/* The same for a quarter of the first KEYS: more at a time would wait for one another. */
-static inline void ask_for_some(const Work *w, const Block *block, int quarter) {
-    for (int j = quarter * KEYS / 4; j < block->count && j < (quarter + 1) * KEYS / 4; j++) ask_for(w, block, j);
-}
-
 #include "by_vectors.h"
 #ifdef TILES
 #include "by_tiles.h"

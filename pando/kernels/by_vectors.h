@@ -130,16 +130,13 @@ static void look_by_vectors(const Work *w, const Tile *tile, int h, int to, Bloc
     }
     for (int from = tile->from; from < to; from += KEYS) {
         int count = to - from < KEYS ? to - from : KEYS;
-        int last = from + KEYS >= to;
         const int32_t *slots = w->slots + tile->slots + from;
-        if (last) ask_for_some(w, &next, 0);
         rows_of(w->k, slots, count, w->K, h, D, desk->copy, block);
-        if (last) ask_for_some(w, &next, 1);
+        if (from + KEYS >= to)
+            for (int j = 0; j < next.count && j < KEYS; j++) ask_for(w, &next, j);
         score(desk->q, rows, block, count, D, desk->scores);
-        if (last) ask_for_some(w, &next, 2);
         for (int r = 0; r < rows; r++) weigh_row(w, tile, h, r, from, count, desk);
         rows_of(w->v, slots, count, w->K, h, D, desk->copy, block);
-        if (last) ask_for_some(w, &next, 3);
         gather(desk->scores, rows, block, count, D, desk->acc);
     }
     for (int r = 0; r < rows; r++) {
