@@ -60,7 +60,7 @@ class Shape:
     conversations: int = 9000
     rate: float = 1.0  # conversations that begin in a second
     think: float = 60.0  # seconds on average
-    window: int = 4096  # tokens of a context; a conversation that outgrows it drops its oldest half
+    window: int = MOST_TOKENS  # tokens of a context; a conversation that outgrows it goes on without its oldest half
 
 
 def sharegpt(shape: Shape, seed: int) -> list[Conversation]:

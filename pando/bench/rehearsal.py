@@ -1,4 +1,4 @@
-"""A small part of a trace through a real engine, with its scheduler, its store and its tiers; and the same through the simulation.
+"""A small part of a trace through a whole engine; and the same with simulated compute and tiers.
 
 Tokens are fewer than in the trace, and stand for so many of its tokens; which they are is drawn, so that turns share what they share there,
 and answers are the engine's own. The clock is the trace's: a step takes as long as on the simulated machine. What is moved behind the
@@ -29,7 +29,7 @@ from ..store.speeds import Speeds
 from .conversations import Conversation, Piece, Turn
 from .measure import columns
 from .random_model import SHAPES, random_model
-from .replay import Machine, replay
+from .replay import Machine, Served, replay
 from .report import percentile
 from .trial import drawn, settle
 
@@ -155,7 +155,7 @@ class Rehearsal:
 
 
 def rehearse(conversations: Sequence[Conversation], machine: Machine, small: Small, policies: Sequence[PolicyName]) -> Iterator[Played]:
-    """Cold, then with each policy: the engine, and the simulation of the same pages in tiers of the same size."""
+    """Cold, then with each policy: the engine, and the simulation with a pool and tiers of the same size."""
     if small.shape not in SHAPES:
         raise InvalidOption(f"--shape {small.shape}: no such shape; give one of {', '.join(SHAPES)}")
     said = shrunk(islice(part(conversations, small.longest), small.sessions), small.scale)
@@ -165,12 +165,11 @@ def rehearse(conversations: Sequence[Conversation], machine: Machine, small: Sma
     model = random_model(small.shape, device("cpu"), float32, positions=largest)
     facts = model.config
     page_bytes = PagePool.page_bytes(PAGE, facts.layers, facts.kv_heads, facts.head_dim, model.dtype)
-    machine = _smaller(machine, small, page_bytes)
     config = EngineConfig(page_size=PAGE, max_num_seqs=small.rows, kv_cache_tokens=small.rows * largest, prefix_caching=False)
+    machine = _smaller(machine, small, page_bytes, config)
     cold, stats = _played(model, config, machine, said)
     yield told(RECOMPUTED, cold, stats)
-    paged = list(cut(said, cold))
-    pages = len({piece.key for one in paged for turn in one.turns for piece in (*turn.context, *turn.adds)})
+    pages = len(_kept(cold.values()))
     pool, host, disk = (int(share * pages) for share in small.shares)
     pool, host, disk = max(pool, largest // PAGE + small.rows), max(host, LEAST), max(disk, LEAST)
     for policy in policies:
@@ -179,9 +178,8 @@ def rehearse(conversations: Sequence[Conversation], machine: Machine, small: Sma
             config = replace(config, disk_gib=disk * page_bytes / GIB, disk_dir=folder)
             found, stats = _played(model, config, machine, said)
         yield replace(told(policy, found, stats), equal=sum(found[name].answer == asked.answer for name, asked in cold.items()))
-        served = replay(machine, paged, POLICIES[policy], host * page_bytes, disk * page_bytes).served
-        tiers = Counter(host=sum(turn.host for turn in served), disk=sum(turn.disk for turn in served))
-        yield _shares(policy, tiers, len(served), sum(turn.prompt for turn in served), simulated=True)
+        simulated = replay(replace(machine, pool=pool * PAGE), said, POLICIES[policy], host * page_bytes, disk * page_bytes)
+        yield _simulated(policy, simulated.served)
 
 
 def part(conversations: Iterable[Conversation], longest: int) -> Iterator[Conversation]:
@@ -210,20 +208,17 @@ def shrunk(conversations: Iterable[Conversation], scale: int) -> list[Conversati
     return [Conversation(one.arrival, tuple(turns(one))) for one in conversations]
 
 
-def cut(said: Sequence[Conversation], asked: Mapping[str, Asked]) -> Iterator[Conversation]:
-    """The same conversations in the pages that the engine keeps, for the simulation."""
-    for number, one in enumerate(said):
-        turns = []
-        for place, turn in enumerate(one.turns):
-            told, keys = asked[f"{number}.{place}"], list[Key]()
-            extend_keys(keys, Lineage.of(b""), [*told.prompt, *told.answer[:-1]], PAGE)
-            pieces = tuple(Piece(key, PAGE) for key in keys)
-            found = (len(told.prompt) - 1) // PAGE  # the last token is computed, always
-            turns.append(Turn(pieces[:found], len(told.prompt) - found * PAGE, turn.answer, pieces[found:], turn.think))
-        yield Conversation(one.arrival, tuple(turns))
+def _kept(asked: Iterable[Asked]) -> set[Key]:
+    """All pages that are ever filled."""
+    found = set[Key]()
+    for one in asked:
+        keys: list[Key] = []
+        extend_keys(keys, Lineage.of(b""), [*one.prompt, *one.answer[:-1]], PAGE)
+        found.update(keys)
+    return found
 
 
-def _smaller(machine: Machine, small: Small, page_bytes: int) -> Machine:
+def _smaller(machine: Machine, small: Small, page_bytes: int, config: EngineConfig) -> Machine:
     """A machine of which a token, that stands for several, takes as long as they take on the other."""
     times = page_bytes / PAGE / machine.kv_bytes / small.scale
     return replace(
@@ -232,7 +227,9 @@ def _smaller(machine: Machine, small: Small, page_bytes: int) -> Machine:
         prefill_rate=machine.prefill_rate / small.scale,
         step=machine.step * small.scale,
         batch=small.rows,
+        window=None,
         page=PAGE,
+        budget=config.max_num_batched_tokens,
         host_rate=machine.host_rate * times,
         disk_rate=machine.disk_rate * times,
     )
@@ -254,6 +251,11 @@ def told(policy: str, asked: Mapping[str, Asked], stats: Stats) -> Played:
     if stats.store is None:
         return line
     return replace(line, prefetched=stats.store.prefetched, unsaved=stats.store.unsaved, lost=stats.store.lost)
+
+
+def _simulated(policy: str, served: Sequence[Served]) -> Played:
+    tiers = {tier: sum(getattr(turn, tier) for turn in served) for tier in ("device", "host", "disk")}
+    return _shares(policy, tiers, len(served), sum(turn.prompt for turn in served), simulated=True)
 
 
 def _shares(policy: str, tiers: Mapping[str, int], turns: int, tokens: int, *, simulated: bool) -> Played:

@@ -1,23 +1,36 @@
-"""A trace through the policies and the ledger that the store decides by, with simulated times of compute and transfer.
+"""A trace through the scheduler and the store, on a simulated clock.
 
-Continuous batching as an engine of one queue does it: first come, first served; a row that is admitted computes what it lacks of its prompt
-while the others wait, then decodes a token a step with them. What it computed is kept from then on, and its answer when it ends. Nothing
-stays on the device, so that every token found is found in the tiers. Steps between two events are taken at once.
+Who runs, what is found in the tree and in the tiers, what is evicted, loaded, saved and brought up ahead is decided by the engine's own
+scheduler and store; a conversation that outgrows the window is cut by the engine's own rules. Computing and moving bytes take the time that
+they would take, and do nothing. While rows only decode, the steps up to the next event are taken at once: a row that decodes has one token
+to catch up with, and here several.
 """
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
-from ..kv.segment import Key
-from ..store.ledger import Ledger, Page
+from ..engine.imports import pages_of, wants
+from ..engine.request import Request, SamplingParams, Truncation
+from ..engine.row import Row, Schedule
+from ..engine.scheduler import Scheduler
+from ..engine.truncation import ENDLESS, Truncations
+from ..errors import InvalidOption
+from ..kv.run import Origin, in_place
+from ..kv.segment import Key, Lineage, root_key
+from ..kv.tree import PrefixTree
 from ..store.policy import LRU, Policy
-from .conversations import Conversation, Piece, Turn
+from .conversations import Conversation, Turn
+from .simulated import Clock, Heap, SimulatedStore, simulated_store
 
 HOST, DISK = "host", "disk"
-ENDLESS = 2**62  # bytes
+ROOT = root_key(b"simulated", b"")
+HOME = Lineage.of(ROOT)
+TRIES = 100  # steps in which nobody could run, although nothing is on its way
+UNSURE = 16  # steps after which it is looked again whether a row that waits could run
 
 
 @dataclass(frozen=True)
@@ -29,18 +42,16 @@ class Machine:
     step: float  # seconds of a decoding step, whatever the rows
     batch: int  # rows
     gpus: int
-    page: int = 16  # tokens; what is kept takes whole ones
-    host_rate: float = 26e9  # bytes/s, from host memory to the device
-    disk_rate: float = 5e9  # bytes/s, from disk to host memory
+    pool: int  # tokens
+    window: int | None = None  # tokens of a context; a conversation that outgrows it drops its oldest half
+    page: int = 64  # tokens
+    budget: int = 512  # tokens of a step
+    host_rate: float = 26e9  # bytes/s, between host memory and the device
+    disk_rate: float = 5e9  # bytes/s, between disk and host memory
 
-    def size(self, tokens: int) -> int:
-        return -(-tokens // self.page) * self.page * self.kv_bytes
-
-    def prefill(self, new: int, host: int, disk: int) -> float:
-        """Seconds until a prompt's states are there: of its tokens, so many must be computed, and others are in a tier. Loading overlaps
-        with computing; what is on disk is computed where that is sooner."""
-        load, fetch = host * self.kv_bytes / self.host_rate, disk * self.kv_bytes / self.disk_rate
-        return min(max(new / self.prefill_rate, load + fetch), max((new + disk) / self.prefill_rate, load))
+    def pages(self, size: int) -> int:
+        """That fit so many bytes."""
+        return size // (self.page * self.kv_bytes)
 
 
 @dataclass(frozen=True)
@@ -49,179 +60,250 @@ class Served:
 
     prompt: int  # tokens
     context: int  # of them, that may have been found
-    host: int  # that were found
+    device: int  # that were found
+    host: int
     disk: int
     waited: float  # seconds until it was admitted
     prefill: float  # seconds from then to its first token
 
+    @property
+    def found(self) -> int:
+        return self.device + self.host + self.disk
+
+
+class Busy(NamedTuple):
+    """Seconds."""
+
+    all: float = 0.0
+    prompts: float = 0.0  # of them, for what is computed and loaded of prompts
+
 
 @dataclass
 class Outcome:
-    """All turns in the order in which they were admitted, and the seconds in which anything ran, up to each of them and in all."""
+    """All turns in the order of their first tokens, with the seconds in which anything ran before each of them."""
 
     served: list[Served] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    total: float = 0.0
-    fetched: int = 0  # bytes brought up ahead
+    busy: list[Busy] = field(default_factory=list)
+    total: Busy = field(default_factory=Busy)
+    steps: int = 0  # of the machine
+    taken: int = 0  # of the scheduler: fewer, where several were taken at once
+    preemptions: int = 0
+    unsaved: int = 0  # pages
 
 
-class _Job(NamedTuple):
-    """Compares by its place."""
+@dataclass(eq=False)
+class _Asked:
+    """A turn that waits or is being answered."""
 
-    place: int
-    arrival: float
-    conversation: Conversation
+    conversation: int
     number: int  # of the turn
-
-    @property
-    def turn(self) -> Turn:
-        return self.conversation.turns[self.number]
+    arrived: float
+    token: int  # all that it says
+    said: int = 0  # tokens
+    ahead: int = 0  # and so many that its row has, and has not computed yet
+    began: float | None = None  # when something was first done for it
 
 
 class Replay:
-    def __init__(self, machine: Machine, conversations: Sequence[Conversation], ledger: Ledger | None) -> None:
-        """Without a ledger nothing is kept."""
-        self.machine, self.ledger = machine, ledger
+    def __init__(self, machine: Machine, conversations: Sequence[Conversation], clock: Clock, store: SimulatedStore | None) -> None:
+        """Without a store nothing is kept at all, not even on the device."""
+        self.machine, self.clock, self.store = machine, clock, store
         self.outcome = Outcome()
-        self._arrivals = [(one.arrival, number, one, 0) for number, one in enumerate(conversations)]
+        self._conversations = conversations
+        self._arrivals = [(one.arrival, number, 0) for number, one in enumerate(conversations)]
         heapq.heapify(self._arrivals)
-        self._numbers = len(conversations)
-        self._waiting: list[_Job] = []  # a heap, of which the first is the next
-        self._running: list[tuple[float, _Job]] = []  # by the step after which they end
-        self._places = 0
-        self._now = self._steps = 0.0
-        self._fetching: tuple[float, list[Page]] | None = None  # when it will be there
-        self._queue_changed = False
+        self._tokens: dict[Key, int] = {}  # all that a piece says, again and again
+        self._unnamed = 0
+        pages, tree = Heap(machine.pool // machine.page, machine.page), PrefixTree(machine.page)
+        self.scheduler = Scheduler(
+            pages, tree, max_rows=machine.batch, budget=machine.budget, reuse=store is not None, clock=lambda: clock.now, store=store
+        )
+        window, below = machine.window or ENDLESS, self.scheduler.below
+        self._truncations = Truncations(tree, below, window, self.scheduler.clock, "off" if store is None else None)
+        self._asked: dict[Row, _Asked] = {}
+        self._idle = 0  # steps without rows, one after the other
+        self._hopeless = False  # nobody who waits could run in the last step
 
     def run(self) -> Outcome:
-        while self._arrivals or self._waiting or self._running:
-            self._arrive()
-            self._fetch()
-            if self._waiting and len(self._running) < self.machine.batch:
-                self._admit(heapq.heappop(self._waiting))
-            else:
-                self._advance()
+        while self._arrivals or self._asked:
+            while self._arrivals and self._arrivals[0][0] <= self.clock.now:
+                self._ask(*heapq.heappop(self._arrivals))
+            self._step()
+        self.outcome.preemptions = self.scheduler.preemptions
+        self.outcome.unsaved = sum(self.store.counts.unsaved.values()) if self.store is not None else 0
         return self.outcome
 
-    def _arrive(self) -> None:
-        while self._arrivals and self._arrivals[0][0] <= self._now:
-            arrival, _, conversation, number = heapq.heappop(self._arrivals)
-            job = _Job(self._places, arrival, conversation, number)
-            self._places += 1
-            self._queue_changed = True
-            heapq.heappush(self._waiting, job)
-            if self.ledger:
-                self.ledger.join(job.place, _keys(job.turn.context))
+    # ---- asking
 
-    def _admit(self, job: _Job) -> None:
-        turn = job.turn
-        found = self._found(job)
-        self._queue_changed = True
-        host = sum(piece.tokens for piece, tier in zip(turn.context, found, strict=False) if tier == HOST)
-        disk = sum(piece.tokens for piece, tier in zip(turn.context, found, strict=False) if tier == DISK)
-        seconds = self.machine.prefill(max(1, turn.prompt - host - disk), host, disk)
-        self.outcome.served.append(Served(turn.prompt, turn.prompt - turn.new, host, disk, self._now - job.arrival, seconds))
-        self._now += seconds
-        self.outcome.total += seconds
+    def _ask(self, arrival: float, number: int, place: int) -> None:
+        turn = self._conversations[number].turns[place]
+        prompt = [token for piece in turn.context for token in [self._token(piece.key)] * piece.tokens]
+        token = self._token(turn.adds[0].key if turn.adds else None)
+        row = self._row([*prompt, *[token] * turn.new], max(1, turn.answer))
+        if self.scheduler.pages.needed(row.last) > self.scheduler.pages.count:
+            raise InvalidOption(f"a request of {row.last} tokens does not fit a pool of {self.machine.pool}; simulate a larger machine")
+        self._asked[row] = _Asked(number, place, arrival, token)
+        self.scheduler.add([row])
+
+    def _token(self, piece: Key | None) -> int:
+        if piece is None:
+            self._unnamed -= 1
+            return self._unnamed
+        return self._tokens.setdefault(piece, len(self._tokens))
+
+    def _row(self, prompt: list[int], answer: int) -> Row:
+        asked = Request("", prompt, SamplingParams(max_tokens=answer), truncation=Truncation())
+        cut = self._truncations.cut(asked, HOME)
+        if cut is None:
+            return Row("", 0, prompt, asked.params, 0, HOME, len(prompt) + answer, ROOT)
+        pages = self.scheduler.pages
+        if pages_of(cut.layout.runs, pages) + pages.needed(len(prompt) + answer) > pages.count:
+            cut = cut.computed("pool")
+        self._truncations.remember(prompt, cut.layout, HOME)
+        asked = cut.request(asked)
+        runs = [run for run in asked.runs if len(run)]
+        before = [token for run in runs for token in run.tokens]
+        at = runs[-1].end if runs else 0
+        lineage = Lineage.of(Origin(tuple(in_place(runs)), at).key(ROOT)) if runs else HOME
+        row = Row("", 0, [*before, *asked.prompt], asked.params, 0, lineage, len(asked.prompt) + answer, ROOT, imported=len(before))
+        row.at, row.wants = at, wants(ROOT, runs, self.machine.page, plain=HOME)
+        return row
+
+    # ---- a step, or several
+
+    def _step(self) -> None:
+        begin, steps = self.clock.now, self._leap()
+        schedule = self._scheduled(steps)
+        self._note_begun(begin)
+        if self.store is not None:
+            self.store.go()
+        if not schedule.rows:
+            self._wait()
+            return
+        self._idle = 0
+        decoding = self._pass(schedule, steps)
+        spent, before = self.clock.now - begin, self.outcome.total
+        self.outcome.total = Busy(before.all + spent, before.prompts + spent - decoding)
+        self.outcome.steps += steps
+        self.outcome.taken += 1
+        self.scheduler.settle(schedule)
+        for row in schedule.rows:
+            if row.makes is None and not row.behind:
+                self._say(row)
+
+    def _leap(self) -> int:
+        """How many steps can be taken at once: up to the next arrival and the next end of an answer, if all rows decode and no other can
+        run."""
+        scheduler = self.scheduler
+        full = len(scheduler.running) + len(scheduler.loading) >= scheduler.max_rows
+        if not scheduler.running or any(row.behind > 1 or row.makes is not None for row in scheduler.running):
+            return 1
+        if any(row.load is None or row.load.done for row in scheduler.loading) or (scheduler.waiting and not full and not self._hopeless):
+            return 1
+        then = self._arrivals[0][0] if self._arrivals else math.inf
+        if scheduler.loading and self.store is not None:
+            then = min(then, self.store.loads_end)
+        most = min(self._left(row) for row in scheduler.running)
+        if then < math.inf:
+            most = min(most, math.ceil((then - self.clock.now) / self.machine.step))
+        if scheduler.waiting and not full:
+            most = min(most, UNSURE)
+        return max(1, most)
+
+    def _scheduled(self, steps: int) -> Schedule:
+        scheduler, more = self.scheduler, steps - 1
+        decoding, before = list(scheduler.running) if more else [], len(scheduler.running) + len(scheduler.loading)
+        for row in decoding:
+            self._asked[row].ahead = more
+            row.tokens += [self._asked[row].token] * more
+        if more:
+            scheduler.retract()  # they do not go on by a token, as before
+        scheduler.budget = steps * len(decoding) if more else self.machine.budget
+        schedule = scheduler.next()
+        for row in decoding:
+            if row not in schedule.rows:  # it had to stop
+                self._asked[row].ahead = 0
+                del row.tokens[-more:]
+                del row.keys[len(row.tokens) // self.machine.page :]
+        self._hopeless = not more and len(scheduler.running) + len(scheduler.loading) <= before
+        return schedule
+
+    def _note_begun(self, now: float) -> None:
+        scheduler = self.scheduler
+        looked = (row for row in islice(scheduler.waiting, scheduler.max_rows) if row.found is not None)
+        for row in (*scheduler.running, *scheduler.loading, *looked):
+            asked = self._asked.get(row)
+            if asked is not None and asked.began is None:
+                asked.began = now
+
+    def _pass(self, schedule: Schedule, steps: int) -> float:
+        """Lets the time pass that the steps take; answers what decoding took of it. What is moved meanwhile is taken in after each step."""
+        clock, begin, each = self.clock, self.clock.now, self.machine.step
+        decoding = steps * each if min(schedule.counts) <= steps else 0.0
+        for done in range(1, steps):
+            if clock.next <= begin + done * each:
+                clock.pass_to(begin + done * each)
+                self.scheduler.tend()
+        clock.pass_to(begin + decoding + sum(count for count in schedule.counts if count > steps) / self.machine.prefill_rate)
+        while not all(load.done for load in schedule.loads):
+            clock.pass_to(clock.next)
+        return decoding
+
+    def _wait(self) -> None:
+        """Nobody can run before something else happens, or before it is tried again."""
+        self._idle += 1
+        then = min(self.clock.next, self._arrivals[0][0] if self._arrivals else math.inf)
+        if then < math.inf:
+            self.clock.pass_to(then)
+        elif self._idle > TRIES:
+            raise InvalidOption(f"{len(self._asked)} requests wait and none can run; simulate a larger machine")
+        self.scheduler.tend()
+
+    # ---- answering
+
+    def _say(self, row: Row) -> None:
+        asked = self._asked[row]
+        if not asked.said:
+            self._serve(row, asked)
+        asked.said, asked.ahead = asked.said + asked.ahead + 1, 0
+        if self._left(row):
+            row.tokens.append(asked.token)
+            return
+        self.scheduler.remove(row)
+        del self._asked[row]
+        turns, following = self._conversations[asked.conversation].turns, asked.number + 1
+        if following < len(turns):
+            heapq.heappush(self._arrivals, (self.clock.now + turns[following].think, asked.conversation, following))
+
+    def _serve(self, row: Row, asked: _Asked) -> None:
+        assert row.cached is not None and asked.began is not None
+        host, disk = row.tiers.get(HOST, 0), row.tiers.get(DISK, 0)
+        prompt, turn = len(row.prompt), self._turn(asked)
+        times = asked.began - asked.arrived, self.clock.now - asked.began
+        self.outcome.served.append(Served(prompt, prompt - turn.new, max(0, row.cached - host - disk), host, disk, *times))
         self.outcome.busy.append(self.outcome.total)
-        self._keep(turn.context)
-        heapq.heappush(self._running, (self._steps + turn.answer, job))
 
-    def _found(self, job: _Job) -> list[str]:
-        if not self.ledger:
-            return []
-        self.ledger.leave(job.place)
-        return self.ledger.find(_keys(job.turn.context))
+    def _left(self, row: Row) -> int:
+        asked = self._asked[row]
+        return max(1, self._turn(asked).answer) - asked.said
 
-    def _advance(self) -> None:
-        """To the next arrival or the next end of an answer."""
-        ends = self._now + (self._running[0][0] - self._steps) * self.machine.step if self._running else math.inf
-        comes = self._arrivals[0][0] if self._arrivals else math.inf
-        then = max(self._now, min(ends, comes))
-        if self._running:
-            self.outcome.total += then - self._now
-            self._steps += (then - self._now) / self.machine.step
-        self._now = then
-        if ends <= comes:
-            self._steps, job = heapq.heappop(self._running)
-            self._end(job)
-
-    def _end(self, job: _Job) -> None:
-        if job.turn.adds:
-            self._keep(job.turn.context + job.turn.adds)
-        following = job.number + 1
-        if following < len(job.conversation.turns):
-            self._numbers += 1
-            arrival = self._now + job.conversation.turns[following].think
-            heapq.heappush(self._arrivals, (arrival, self._numbers, job.conversation, following))
-
-    def _keep(self, chain: Sequence[Piece]) -> None:
-        """In every tier: host memory, and written behind."""
-        if self.ledger:
-            pages = [Page(piece.key, self.machine.size(piece.tokens)) for piece in chain]
-            for tier in self.ledger.capacities:
-                self.ledger.keep(tier, pages, self._now)
-
-    def _fetch(self) -> None:
-        """One chain after the other comes up from disk, whatever else happens."""
-        while self._fetching and self._fetching[0] <= self._now:
-            there, chain = self._fetching
-            if self.ledger:
-                self.ledger.keep(HOST, chain, there)
-            self._fetching = self._next_fetch(there)
-        if not self._fetching and self._queue_changed:
-            self._fetching = self._next_fetch(self._now)
-        self._queue_changed = False
-
-    def _next_fetch(self, start: float) -> tuple[float, list[Page]] | None:
-        chain = next(self.ledger.prefetch(), None) if self.ledger else None
-        if not self.ledger or not chain:
-            return None
-        missing = sum(page.size for page in chain if self.ledger.find([page.key]) != [HOST])
-        self.outcome.fetched += missing
-        return start + missing / self.machine.disk_rate, chain
-
-
-def _keys(chain: Iterable[Piece]) -> list[Key]:
-    return [piece.key for piece in chain]
+    def _turn(self, asked: _Asked) -> Turn:
+        return self._conversations[asked.conversation].turns[asked.number]
 
 
 def replay(machine: Machine, conversations: Sequence[Conversation], policy: Policy, host: int, disk: int) -> Outcome:
     """Capacities are bytes; a disk of none is no tier."""
-    capacities = {HOST: host, DISK: disk} if disk else {HOST: host}
-    return Replay(machine, conversations, Ledger(capacities, policy)).run()
+    clock, pages = Clock(), {HOST: machine.pages(host), DISK: machine.pages(disk)}
+    rates = {HOST: machine.host_rate, DISK: machine.disk_rate}
+    store = simulated_store(clock, policy, machine.kv_bytes, machine.page, pages, rates, machine.prefill_rate)
+    return Replay(machine, conversations, clock, store).run()
 
 
 def endless(machine: Machine, conversations: Sequence[Conversation]) -> Outcome:
-    return replay(machine, conversations, LRU(), ENDLESS, 0)
+    """Host memory that holds whatever is ever said."""
+    pages = sum(-(-(turn.new + turn.answer) // machine.page) + 2 * (len(turn.context) + 1) for one in conversations for turn in one.turns)
+    return replay(machine, conversations, LRU(), pages * machine.page * machine.kv_bytes, 0)
 
 
 def recomputed(machine: Machine, conversations: Sequence[Conversation]) -> Outcome:
-    return Replay(machine, conversations, None).run()
-
-
-def optimum(chains: Sequence[Sequence[Piece]], capacity: int) -> list[int]:
-    """Belady's: how many tokens of each chain are found, served in this order, if what is needed last leaves first. Pages count the same,
-    and `capacity` is a number of them: nobody with as many finds more pages."""
-    uses: dict[Key, list[int]] = {}
-    for number, piece in enumerate(piece for chain in chains for piece in chain):
-        uses.setdefault(piece.key, []).append(number)
-    for places in uses.values():
-        places.reverse()
-    held: dict[Key, float] = {}  # and when it is needed next
-    heap: list[tuple[float, Key]] = []
-    found = []
-    for chain in chains:
-        tokens, whole = 0, True
-        for key, count in chain:
-            whole = whole and key in held
-            tokens += count if whole else 0
-            uses[key].pop()
-            held[key] = uses[key][-1] if uses[key] else math.inf
-            heapq.heappush(heap, (-held[key], key))
-            while len(held) > capacity:
-                when, last = heapq.heappop(heap)
-                if held.get(last) == -when:
-                    del held[last]
-        found.append(tokens)
-    return found
+    return Replay(machine, conversations, Clock(), None).run()

@@ -10,7 +10,7 @@ from ..kv.pages import Pages
 from ..kv.run import Origin, Run, in_place
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..model.load import Model
-from .imports import wants
+from .imports import pages_of, wants
 from .repair import check_gaps, check_share
 from .repair import key as repair_key
 from .request import RecomputeReason, Request, Tenant
@@ -152,15 +152,7 @@ class Admission:
         self._many_owners = 2 * len(self.owners) + MANY_OWNERS
 
     def pages_of(self, runs: Sequence[Run]) -> int:
-        """What runs take, and the contexts that they are made behind: all of it may be needed at once."""
-        found, stack = dict[int, Run](), list(runs)
-        while stack:
-            run = stack.pop()
-            if id(run) not in found:
-                found[id(run)] = run
-                stack += () if run.origin is None else run.origin.context
-        before = {name: 0 if run.origin is None else len(run.origin.before) for name, run in found.items()}
-        return sum(self._pages.needed(before[name] + len(run) + 1) for name, run in found.items())
+        return pages_of(runs, self._pages)
 
     # ---- checks
 

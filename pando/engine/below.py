@@ -18,6 +18,13 @@ class Below:
         self.tree = tree
         self.limbo: list[tuple[Loading, list[int]]] = []  # pages that are filled for nobody
 
+    def join(self, row: Row) -> None:
+        """A row waits, and will need its pages."""
+        needs, chains = list[Key](), [(want.lineage, want.keys, want.path) for want in row.wants]
+        for lineage, keys, tokens in (*chains, (row.lineage, row.keys, row.tokens)):
+            needs += self.store.needs(keys, tokens, lineage.root, sorted({lineage.owner, lineage.root}))
+        self.store.join(row.arrival, needs)
+
     # ---- bringing up
 
     def load(self, row: Row, limit: int, *, more_than: int) -> int:

@@ -103,6 +103,7 @@ class Engine:
         self._attention = config.attention
         self._overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
         self._flight: _Flight | None = None
+        self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
         self._stepping, self._settled = False, 0.0
         self._cancelled: list[str] = []
 
@@ -175,7 +176,7 @@ class Engine:
             before = self._flight
             if before is None:
                 self._flight = self._launch(self.scheduler.next())
-                if self._flight.may_be_followed and self._overlap:
+                if self._flight.may_be_followed and self._overlap and not self._amended:
                     return []
                 before, self._flight = self._flight, None
             else:
@@ -245,6 +246,7 @@ class Engine:
     def _settle(self, flight: _Flight) -> list[TokenEvent]:
         schedule, self.facts = flight.schedule, flight.facts
         chosen, are_fed = flight.chosen.read()
+        self._amended = not are_fed
         if not are_fed and self._flight is not None:
             self._flight = None
             self.scheduler.retract()
@@ -291,6 +293,8 @@ class Engine:
         self.scheduler.remove(row)
         self.sampler.forget(row)
         del self.answers[row]
+        if not self.has_work:
+            self._flight = None  # nobody waits for it; read at the next request, it would seem to have taken until then
 
     # ---- facts
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
+from ..kv.pages import Pages
 from ..kv.run import Origin, Run, in_place
 from ..kv.segment import Key, Lineage, Segment, extend_keys
 from ..kv.tree import PrefixTree, Stem
@@ -84,6 +85,18 @@ def wants(
         found.append(Want(run, lineage, tuple(keys), makes and given.origin is None, exact or given.origin is None))
         before.update(run.digest)
     return (*found[:-1], replace(found[-1], is_end=True)) if ends else tuple(found)
+
+
+def pages_of(runs: Sequence[Run], pages: Pages) -> int:
+    """What runs take, and the contexts that they are made behind: all of it may be needed at once."""
+    found, stack = dict[int, Run](), list(runs)
+    while stack:
+        run = stack.pop()
+        if id(run) not in found:
+            found[id(run)] = run
+            stack += () if run.origin is None else run.origin.context
+    before = {name: 0 if run.origin is None else len(run.origin.before) for name, run in found.items()}
+    return sum(pages.needed(before[name] + len(run) + 1) for name, run in found.items())
 
 
 def find(tree: PrefixTree, want: Want, now: float) -> Import | None:

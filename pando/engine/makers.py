@@ -50,7 +50,7 @@ class Makers:
     def pass_on(self, maker: Row) -> None:
         """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
         assert maker.makes is not None
-        found = (maker.cached or 0) - len(maker.makes.origin.before)
+        found = (maker.cached or 0) - (maker.found or 0) - len(maker.makes.origin.before)
         for row in self._waiting if found > 0 else ():
             mine = [want for want in row.wants if want.name == maker.makes.name] if row.found is not None and row.cached is None else []
             for want in mine:

@@ -68,7 +68,7 @@ class Scheduler:
             self.waiting.append(row)
             if self.below is not None:
                 self._extend_keys(row)
-                self.below.store.join(row.arrival, [key for keys in (*(want.keys for want in row.wants), row.keys) for key in keys])
+                self.below.join(row)
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
@@ -177,6 +177,8 @@ class Scheduler:
         assert self.below is not None and row.load is not None
         if row.load.late or not self.below.end(row):
             self._shun(row)
+        else:
+            self._hand_over(row)  # so that others find it before this row's first step is settled
 
     def _shun(self, row: Row) -> None:
         """What a row waits for does not come: it begins again in other pages, and computes."""
@@ -225,12 +227,14 @@ class Scheduler:
     def tend(self) -> None:
         """Takes in what was moved between the tiers in the meantime."""
         if self.below is not None:
-            if self.below.pump():
+            is_more_room, returned = self.below.pump(), self.below.returned()
+            self.pages.give(returned)
+            if is_more_room or returned:
                 self._is_stuck = False
-            self.pages.give(self.below.returned())
 
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped: list[Row] = []
+        self._is_stuck = False
         while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and len(skipped) < self.max_rows:
             row = self.waiting.popleft()
             makers = self._gather(row)
@@ -243,7 +247,7 @@ class Scheduler:
                 break
             if not self._place(row, copies) and not (self._give_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
-                self._is_stuck = True
+                self._is_stuck = not skipped  # those before it may need less room
                 break
             if row in self.running:
                 if row.repair and row.imports:

@@ -39,6 +39,7 @@ class PagePool:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first tokens of one page into another, in every layer."""
+        assert tokens <= self.page_size, (source, target, tokens)
         a, b = source * self.page_size, target * self.page_size
         self.k[:, b : b + tokens] = self.k[:, a : a + tokens]
         self.v[:, b : b + tokens] = self.v[:, a : a + tokens]

@@ -11,6 +11,7 @@ of the same owner, or of the root's, which is everyone's.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from .segment import Key, Lineage, Segment, page_key, shared_length
 
@@ -18,7 +19,7 @@ REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from somet
 
 
 class Stem:
-    __slots__ = ("_alike", "_path", "born", "children", "owner", "parent", "pins", "segment", "used")
+    __slots__ = ("_alike", "_path", "born", "children", "held", "owner", "parent", "pins", "segment", "used")
 
     def __init__(self, segment: Segment, parent: "Stem | None", owner: Key, now: float) -> None:
         self.segment = segment
@@ -27,6 +28,7 @@ class Stem:
         self.children: dict[Key, Stem] = {}  # by the key of their first page
         self._alike: dict[int, dict[Key, Stem]] = {}  # the same, by their first token: there may be thousands behind a system prompt
         self.pins = 0
+        self.held = 0  # why it must stay: it is pinned, and each child that must stay counts as well
         self.born = self.used = now
         self._path: tuple[Segment, ...] | None = None
 
@@ -103,6 +105,9 @@ class PrefixTree:
         self._roots: dict[Key, Stem] = {}
         self._evicted: dict[Key, None] = {}  # in the order of their going
         self.pages = 0  # held by the tree
+        self._held = 0  # those of them on the way to a pinned stem
+        self._leaves: list[tuple[float, int, Stem]] = []  # a heap: every loose leaf, by a time of use that is not later than its last
+        self._noted = count()
 
     def root(self, key: Key, first: int = 0) -> Stem:
         """Where a context ends: what continues it begins at position `first`, which is always the same for the same key."""
@@ -172,17 +177,28 @@ class PrefixTree:
             return [page]
         spare = self._drop_covered(at, end, owner)
         key = page_key(at.segment.key + owner, end)
-        at.adopt(Stem(Segment((key,), end, (page,), at.end), at, owner, now))
         self.pages += 1
+        self._sprout(at, Segment((key,), end, (page,), at.end), owner, now)
         return spare
 
     def pin(self, stem: Stem) -> None:
         stem.pins += 1
+        above: Stem | None = stem if stem.pins == 1 else None
+        while above is not None:
+            above.held += 1
+            self._held += len(above.segment.pages) if above.held == 1 else 0
+            above = above.parent if above.held == 1 else None
 
     def unpin(self, stem: Stem) -> None:
         assert stem.pins > 0
         stem.pins -= 1
+        above: Stem | None = stem if not stem.pins else None
+        while above is not None:
+            above.held -= 1
+            self._held -= len(above.segment.pages) if not above.held else 0
+            above = above.parent if not above.held else None
         self.forget_bare(stem)
+        self._note_leaf(stem)
 
     def drop(self, stem: Stem) -> list[int]:
         """Forgets a stem that nobody reads and nothing continues, and what leads to it alone; answers the pages."""
@@ -207,27 +223,37 @@ class PrefixTree:
 
     def evictable(self) -> int:
         """How many pages `evict` could free: those not on the way to a pinned stem."""
-        held: set[Stem | None] = set()
-        total = 0
-        for stem in reversed(list(self.stems())):  # children before parents
-            if stem.pins or stem in held:
-                held.add(stem.parent)
-            else:
-                total += len(stem.segment.pages)
-        return total
+        return self.pages - self._held
 
     def evict(self, count: int) -> list[int]:
         """Frees up to `count` pages, from the ends of the leaves that were used longest ago."""
-        leaves = [(stem.used, order, stem) for order, stem in enumerate(self.stems()) if _is_loose_leaf(stem)]
-        heapq.heapify(leaves)
         freed: list[int] = []
-        while leaves and len(freed) < count:
-            _, order, leaf = heapq.heappop(leaves)
+        while len(freed) < count and (leaf := self._oldest()) is not None:
             freed += self._trim(leaf, count - len(freed))
-            if leaf.parent is not None and _is_loose_leaf(leaf.parent):
-                heapq.heappush(leaves, (leaf.parent.used, order, leaf.parent))
+            self._note_leaf(leaf if self._is_here(leaf) else leaf.parent)
         self.pages -= len(freed)
         return freed
+
+    def _oldest(self) -> Stem | None:
+        while self._leaves:
+            used, _, stem = heapq.heappop(self._leaves)
+            if _is_loose_leaf(stem) and self._is_here(stem):
+                if used == stem.used:
+                    return stem
+                self._note_leaf(stem)
+        return None
+
+    def _note_leaf(self, stem: Stem | None) -> None:
+        """To be said of a stem that may have become a loose leaf. One that is used again moves when its turn comes."""
+        if stem is None or not _is_loose_leaf(stem):
+            return
+        heapq.heappush(self._leaves, (stem.used, next(self._noted), stem))
+        if len(self._leaves) > 2 * self.pages + 64:  # most of it is out of date
+            self._leaves = [(leaf.used, next(self._noted), leaf) for leaf in self.stems() if _is_loose_leaf(leaf)]
+            heapq.heapify(self._leaves)
+
+    def _is_here(self, stem: Stem) -> bool:
+        return stem.parent is not None and stem.parent.children.get(stem.segment.keys[0]) is stem
 
     def clear(self) -> list[int]:
         """Frees whatever is not pinned."""
@@ -247,6 +273,7 @@ class PrefixTree:
     def _lengthen(self, stem: Stem, fresh: Segment, now: float) -> Stem:
         """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
         old = stem.segment
+        self._held += len(fresh.pages)
         stem.change(Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first))
         stem.used = now
         return stem
@@ -254,6 +281,7 @@ class PrefixTree:
     def _sprout(self, at: Stem, fresh: Segment, owner: Key, now: float) -> Stem:
         child = Stem(fresh, at, owner, now)
         at.adopt(child)
+        self._note_leaf(child)
         return child
 
     def _cut(self, stem: Stem, pages: int) -> Stem:
@@ -261,7 +289,7 @@ class PrefixTree:
         assert stem.parent is not None
         old, tokens = stem.segment, pages * self.page_size
         upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.owner, stem.used)
-        upper.born = stem.born
+        upper.born, upper.held = stem.born, int(stem.held > 0)
         stem.parent.adopt(upper)
         stem.change(Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens))
         stem.parent = upper

@@ -92,7 +92,7 @@ class Store:
             parts.append(Part(Card(key, before, tenant, tuple(tokens[count : count + size])), tier))
             before, count = key, count + size
         if count < limit:
-            end, shared = self._end(before, owners, tokens[count : min(limit, count + size)])
+            end, shared = self._end((self.host, *self.below), before, owners, tokens[count : min(limit, count + size)])
             parts += [end] if end is not None else []
             count += shared
         count = min(count, limit)
@@ -114,10 +114,17 @@ class Store:
             yield from names
             place += len(names)
 
-    def _end(self, before: Key, owners: Sequence[Key], rest: Sequence[int]) -> tuple[Part | None, int]:
+    def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
+        """What a row will need: its pages, and behind those that are kept the short end that it goes on from. Nobody else is asked."""
+        size, held = self.transfer.shape.page_size, len(self.ledger.find(keys))
+        ours = [tier for tier in (self.host, *self.below) if tier.name in self.ledger.capacities]
+        end, _ = self._end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size])
+        return [*keys[:held], *([] if end is None else [end.card.key]), *keys[held:]]
+
+    def _end(self, tiers: Sequence[Tier], before: Key, owners: Sequence[Key], rest: Sequence[int]) -> tuple[Part | None, int]:
         best, found = 0, None
         for parent in {end_parent(before, owner) for owner in owners} if rest else ():
-            for tier in (self.host, *self.below):
+            for tier in tiers:
                 for card in tier.ends(parent):
                     shared = shared_length(card.tokens, rest)
                     if shared > best and page_key(card.parent, card.tokens) == card.key:
@@ -161,7 +168,7 @@ class Store:
         elif len(tiers) == 1:
             [(tier, count)] = tiers.items()
             self.speeds.moved(tier, count * self._page_bytes, seconds)
-        self._note_host([part.card.key for part in load.good if part.tier != "host"], chain)
+        self._note_host([part.card.key for part in load.parts if self.ledger.find([part.card.key]) != ["host"]], chain)
 
     def _lost(self, key: Key, lost: Lost) -> None:
         """Whoever needs it computes it, and then it is kept anew. What only did not come in time may be there the next time."""
@@ -174,7 +181,7 @@ class Store:
         """What was read from below is in host memory now, if there was room."""
         there = [key for key in keys if self.host.look([key])]
         self._keep("host", [*chain, *(key for key in there if key not in chain)], there)  # a short end is no page of the context yet
-        self.host.drop([key for key in there if self.ledger.find([key]) != ["host"]])
+        self._passed(there)
 
     # ---- the queue
 
@@ -293,8 +300,9 @@ class Store:
         self._passed([card.key for card in good])
 
     def _passed(self, keys: Sequence[Key]) -> None:
-        """What was in host memory on its way down alone leaves it, when there is nothing more to write of it."""
-        self.host.drop([key for key in keys if not self._unwritten[key] and self.ledger.find([key]) != ["host"]])
+        """What has no lasting place in host memory leaves it, unless it is on its way down, and still to be written."""
+        free = (key for key in keys if not self._unwritten[key] and key not in self._queued)
+        self.host.drop([key for key in free if self.ledger.find([key]) != ["host"]])
 
     def _write(self, tier: Tier, offer: Offer, cards: Sequence[Card]) -> None:
         """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
@@ -338,7 +346,7 @@ class Store:
         """What leaves host memory is further down already, or is let go."""
         for move in moves:
             if move.source == "host":
-                self.host.drop([move.key])
+                self._passed([move.key])
             else:
                 self._writer.post(partial(self.transfer.tiers[move.source].drop, [move.key]))
 
@@ -382,8 +390,7 @@ class Store:
             self.ledger.drop([key], "host")
             if lost.reason != "full":
                 self._lost(key, lost)
-        if self.ledger.find([key]) != ["host"]:
-            self.host.drop([key])
+        self._passed([key])
 
 
 def _stop(workers: Sequence[Worker]) -> None:

@@ -133,6 +133,22 @@ def test_steps_overlap_while_others_wait_that_have_no_room(model: Model, monkeyp
         monkeypatch.undo()
 
 
+def test_a_row_that_waited_for_its_beginning_does_not_wait_for_one_behind_it_that_has_no_room(model: Model) -> None:
+    engine = tiny_engine(model, overlap=True, kv_cache_tokens=240)
+    trunk = prompt(2, 40)
+    engine.add(Request("runs", prompt(1), greedy(60)))
+    engine.step()
+    for request in (
+        Request("trunk", trunk, greedy(50)),
+        Request("held", [*trunk, 5], greedy(4)),
+        Request("large", prompt(3, 190), greedy(4)),
+    ):
+        engine.add(request)
+    said = {event.request_id for _ in range(8) for event in engine.step()}
+    assert said == {"runs", "trunk", "held"}
+    assert len(drain(engine)["large", 0]) == 4
+
+
 # ---- the same answers
 
 
@@ -168,6 +184,17 @@ def test_draws_from_a_short_list_are_amended_where_it_was_too_short(model: Model
     assert engine.stats().steps < 60 or retracted
     engine.clear_cache()
     assert engine.pages_in_use == 0
+
+
+def test_a_row_whose_list_is_always_too_short_does_not_make_others_compute_twice(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "SHORTLIST", 16)
+    engine = tiny_engine(model, overlap=True)
+    log = watch(engine, monkeypatch)
+    run(
+        engine,
+        [Request("wide", prompt(1), SamplingParams(max_tokens=20, top_k=40, seed=1, ignore_eos=True)), Request("r", prompt(2), greedy(20))],
+    )
+    assert log.count("ask") == 21, "20 tokens each, and one step that was fed a wrong one"
 
 
 def test_an_answer_that_must_be_known_token_by_token_harms_nobody_beside_it(model: Model) -> None:
@@ -272,6 +299,17 @@ def test_an_engine_that_was_left_with_a_step_in_flight_answers_the_next_request(
     assert not engine.has_work
     asked = [Request("next", prompt(1), greedy(8))]
     assert [event.token for event in run(engine, asked)["next", 0]] == [e.token for e in run(tiny_engine(model), asked)["next", 0]]
+
+
+def test_a_step_that_nobody_waits_for_any_more_is_not_taken_for_a_slow_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, measured = tiny_engine(model, overlap=True, host_gib=0.01), list[int]()
+    assert engine.store is not None
+    monkeypatch.setattr(engine.store.speeds, "computed", lambda tokens, seconds: measured.append(tokens))
+    engine.add(Request("goes", prompt(1, 60), greedy(2)))
+    engine.step()
+    engine.cancel("goes")
+    run(engine, [Request("next", prompt(2, 50), greedy(2))])
+    assert measured == [50]
 
 
 def test_a_device_that_fails_behind_a_step_in_flight_costs_time_and_no_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pando.errors import InvalidOption
 from pando.kv.segment import Key
 from pando.model.load import Model
 from pando.store import transfer
+from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader, Tier
 from tests.tiny import drain, greedy, run, tiny_config, tiny_engine, tiny_model
 
@@ -201,6 +202,29 @@ def test_a_prompt_of_many_requests_is_loaded_once(model: Model, tmp_path: Path) 
         assert [event.token for event in events[str(i), 0]] == cold(model, [*prompt, i], 4)
     whole(second)
     second.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_loaded_beside_others_is_shared_as_soon_as_it_is_there(model: Model, overlap: bool) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH, kv_cache_tokens=400, overlap=overlap)
+    prompt = words(1, 8 * PAGE + 1)  # all but the last token are kept
+    ask(engine, prompt)
+    assert engine.store is not None
+    engine.store.speeds = Speeds()
+    evict(engine)
+    engine.add(Request("beside", words(2, 9), greedy(200)))
+    scattered = engine.pages.take(60)  # pages are no neighbours any more
+    engine.pages.give(scattered[::2])
+    for _ in range(3):
+        engine.step()
+    engine.add(Request("r", prompt, greedy(6, n=3)))
+    events = drain(engine)
+    engine.pages.give(scattered[1::2])
+    for answer in range(3):
+        assert [event.token for event in events["r", answer]] == cold(model, prompt)
+        assert events["r", answer][0].num_cached_tokens == 8 * PAGE
+    assert engine.store.facts().loaded == {"host": 8 * PAGE}
+    whole(engine)
 
 
 class Faulty:

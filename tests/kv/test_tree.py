@@ -234,6 +234,41 @@ def test_what_is_found_is_always_what_was_inserted() -> None:
     assert not set(held) & set(free)
 
 
+def test_what_can_be_evicted_is_counted_and_goes_in_the_order_of_its_use() -> None:
+    chance = random.Random(1)
+    tree, free, pinned = PrefixTree(PAGE), list(range(500)), list[Stem]()
+    for now in range(1, 400):
+        tokens = [chance.randrange(2) for _ in range(chance.randint(1, 30))]
+        if len(free) < 20:
+            before = {stem: stem.used for stem in tree.stems() if not stem.children and not stem.pins}
+            free += tree.evict(1)
+            gone = [stem for stem in before if stem not in set(tree.stems())]
+            assert all(before[stem] == min(before.values()) for stem in gone)
+            free += tree.evict(chance.randint(1, 30))
+        count = -(-len(tokens) // PAGE)
+        own = free[-count:]
+        del free[-count:]
+        stem = remember(tree, tokens, own, now=now)
+        held = {page for each in tree.stems() for page in each.segment.pages}
+        free += [page for page in own if page not in held]
+        if chance.random() < 0.3:
+            pinned.append(stem)
+            tree.pin(stem)
+        while pinned and (chance.random() < 0.2 or len(pinned) > 6):
+            tree.unpin(pinned.pop(chance.randrange(len(pinned))))
+        stays = {id(each) for stem in pinned for each in _up(stem)}
+        loose = [each for each in tree.stems() if id(each) not in stays]
+        assert tree.evictable() == sum(len(each.segment.pages) for each in loose)
+        assert len(held) == tree.pages
+    for stem in pinned:
+        tree.unpin(stem)
+    assert len(tree.clear()) == len(held) and not list(tree.stems())
+
+
+def _up(stem: Stem | None) -> list[Stem]:
+    return [] if stem is None else [stem, *_up(stem.parent)]
+
+
 def test_of_thousands_of_continuations_only_those_that_begin_alike_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     tree, compared = PrefixTree(PAGE), list[object]()
     trunk = remember(tree, [0, 1, 2, 3], [0])

@@ -1,0 +1,268 @@
+"""The store on a simulated clock: its own decisions, its own tiers' bookkeeping, and not one byte.
+
+The store's threads become hands, which do what is posted to them when the clock comes to it, and for as long as the bytes would take. What
+they finish is seen from then on. Host memory and disk hold keys alone.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import count
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ..engine.tiers import BUFFER
+from ..kv.pages import Pages
+from ..kv.segment import Key
+from ..store.codec import codec
+from ..store.host import HostTier
+from ..store.ledger import Ledger
+from ..store.movers import Copy
+from ..store.policy import Policy
+from ..store.speeds import Speeds
+from ..store.store import Store
+from ..store.tier import Card, Lost, Shape, Tier, remember_end
+from ..store.transfer import Load, Transfer
+from ..store.worker import Worker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.moment = 0.0  # when that will be done which a hand is doing
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = count()
+        self._hands: list[Hand] = []
+
+    def hand(self, name: str) -> "Hand":
+        self._hands.append(Hand(name, self))
+        return self._hands[-1]
+
+    def spend(self, seconds: float) -> None:
+        """Of the hand that is at work."""
+        self.moment += seconds
+
+    def later(self, task: Callable[[], object]) -> None:
+        """When the hand is done so far."""
+        heapq.heappush(self._due, (self.moment, next(self._order), task))
+
+    @property
+    def next(self) -> float:
+        """When something happens."""
+        due = self._due[0][0] if self._due else math.inf
+        return min(due, *(hand.begins for hand in self._hands)) if self._hands else due
+
+    def pass_to(self, until: float) -> None:
+        while (then := self.next) <= until:
+            self.now = max(self.now, then)
+            if self._due and self._due[0][0] <= then:
+                heapq.heappop(self._due)[2]()
+            else:
+                min(self._hands, key=lambda hand: hand.begins).work()
+        self.now = max(self.now, until)
+
+
+class Hand(Worker):
+    def __init__(self, name: str, clock: Clock) -> None:
+        super().__init__(name)
+        self._clock, self._free = clock, 0.0
+        self._posts: list[tuple[bool, int, float, Callable[[], object]]] = []  # what is urgent first
+
+    def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
+        self._posted += 1
+        heapq.heappush(self._posts, (not urgent, self._posted, self._clock.now, task))
+
+    @property
+    def begins(self) -> float:
+        """When the next task does."""
+        return max(self._free, self._posts[0][2]) if self._posts else math.inf
+
+    def work(self) -> None:
+        self._clock.moment = self.begins
+        heapq.heappop(self._posts)[3]()
+        self._free = self._clock.moment
+
+    def settle(self) -> None:
+        """Whoever waits for it lets the time pass."""
+        while self._posts or self._free > self._clock.now:
+            self._clock.pass_to(min(self._clock.next, self.begins) if self._posts else self._free)
+
+    def stop(self) -> None:
+        self._posts.clear()
+
+
+class _Done(SimpleQueue[Callable[[], None]]):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:
+        self._clock.later(lambda: SimpleQueue.put(self, item))
+
+
+class Heap(Pages):
+    """Pages that need no neighbours."""
+
+    def reset(self) -> None:
+        self._unused = list(range(self.count))
+        self.free = self.count
+
+    def take(self, count: int, after: int | None = None, expect: int = 0) -> list[int]:
+        assert count <= self.free, (count, self.free)
+        self.free -= count
+        taken = self._unused[self.free :]
+        del self._unused[self.free :]
+        return taken
+
+    def give(self, pages: Iterable[int]) -> None:
+        self._unused += pages
+        self.free = len(self._unused)
+
+    def unclaim(self, last: int) -> None: ...
+
+
+class Bus:
+    """Between the pool and host memory: it takes time, and nothing else."""
+
+    def __init__(self, clock: Clock, rate: float, kv_bytes: int) -> None:
+        self._clock, self._token = clock, kv_bytes / rate
+
+    def mark(self) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def follow(self, computed: "torch.cuda.Event | None") -> None: ...
+
+    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
+        self._clock.spend(tokens * self._token)
+
+    def put(self, layer: int, copies: Sequence[Copy]) -> None:
+        self._clock.spend(sum(copy.tokens for copy in copies) * self._token)
+
+
+class Host(HostTier):
+    """Every page lies in the same memory, which nobody writes to or reads."""
+
+    def __init__(self, shape: Shape, pages: int) -> None:
+        size = codec(shape.codec).layer_bytes(shape, shape.page_size)
+        super().__init__(shape, pages, size, pinned=False)
+        self._nothing = torch.empty(shape.layers, size, dtype=torch.uint8)
+
+    def _slot(self, slot: int) -> Tensor:
+        return self._nothing
+
+
+class Disk:
+    """Cards, and how long a page takes."""
+
+    name = "disk"
+
+    def __init__(self, clock: Clock, rate: float, kv_bytes: int, page_size: int) -> None:
+        self._clock, self._token, self._page_size = clock, kv_bytes / rate, page_size
+        self._cards: dict[Key, Card] = {}
+        self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
+
+    def look(self, keys: Sequence[Key]) -> int:
+        return next((place for place, key in enumerate(keys) if key not in self._cards), len(keys))
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        return list(self._ends.get(parent, {}).values())
+
+    def open(self, key: Key) -> "_Read":
+        if key not in self._cards:
+            raise Lost("absent")
+        return _Read(self._cards[key], self._clock, self._token)
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        self._cards[card.key] = card
+        self._clock.spend(len(card.tokens) * self._token)
+        if len(card.tokens) < self._page_size:
+            remember_end(self._ends, card)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        for card in [self._cards.pop(key) for key in keys if key in self._cards]:
+            ends = self._ends.get(card.parent, {})
+            if ends.pop(card.key, None) and not ends:
+                del self._ends[card.parent]
+
+    def close(self) -> None: ...
+
+
+class _Read:
+    def __init__(self, card: Card, clock: Clock, token: float) -> None:
+        self.card, self._clock, self._token = card, clock, token
+
+    def layer(self, index: int, into: memoryview) -> None:
+        self._clock.spend(len(self.card.tokens) * self._token)
+
+    def close(self) -> None: ...
+
+
+class _Transfer(Transfer):
+    def __init__(self, clock: Clock, shape: Shape, bus: Bus, host: Host, below: Sequence[Tier], reserve: int) -> None:
+        super().__init__(shape, codec(shape.codec), bus, host, below, reserve=reserve)
+        self._clock = clock
+        self._ends: list[float] = []
+
+    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> None:
+        """As ever, but that its end is seen when the time has passed."""
+        with ExitStack() as stack:
+            opened = [(load, self._open(load, stack)) for load in loads]
+            self.mover.put(0, [copy for load, sources in opened for copy in self._read(0, load, sources)])
+        for load in loads:
+            self._clock.later(load.end)
+        heapq.heappush(self._ends, self._clock.moment)
+
+    @property
+    def ends(self) -> float:
+        """When the next of the loads that were begun does."""
+        while self._ends and self._ends[0] <= self._clock.now:
+            heapq.heappop(self._ends)
+        return self._ends[0] if self._ends else math.inf
+
+
+class Known(Speeds):
+    """What is simulated need not be measured."""
+
+    def __init__(self, seconds: Mapping[str, float], prefill_rate: float) -> None:
+        """For each tier, of a byte."""
+        super().__init__()
+        self._seconds, self._rate = seconds, prefill_rate
+
+    def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
+        return sum(size * self._seconds[tier] for tier, size in sizes.items()) < tokens / self._rate
+
+
+class SimulatedStore(Store):
+    def __init__(self, clock: Clock, transfer: _Transfer, ledger: Ledger, below: Sequence[Tier], page_bytes: int, speeds: Speeds) -> None:
+        super().__init__(transfer, ledger, below, buffer=BUFFER, clock=lambda: clock.now)
+        self._page_bytes, self._simulated = page_bytes, transfer
+        self._loader: Hand = clock.hand("load")
+        self._saver, self._writer = clock.hand("save"), clock.hand("write")
+        self._done, self.speeds = _Done(clock), speeds
+
+    @property
+    def loads_end(self) -> float:
+        """When the next load does; it may have to be begun before."""
+        return min(self._simulated.ends, self._loader.begins)
+
+
+def simulated_store(
+    clock: Clock, policy: Policy, kv_bytes: int, page_size: int, pages: Mapping[str, int], rates: Mapping[str, float], prefill_rate: float
+) -> SimulatedStore:
+    """`pages`: how many host memory and disk hold; a disk of none is no tier. `rates`: bytes/s between host memory and the device, and
+    between disk and host memory."""
+    page_bytes = page_size * kv_bytes
+    shape = Shape(bytes(32), 1, 1, 1, "float16", page_size)  # whose bytes are nobody's
+    below = [Disk(clock, rates["disk"], kv_bytes, page_size)] if pages["disk"] else []
+    passing = 2 * BUFFER if below else 0
+    host = Host(shape, pages["host"] + passing)
+    transfer = _Transfer(clock, shape, Bus(clock, rates["host"], kv_bytes), host, below, passing)
+    ledger = Ledger({tier: number * page_bytes for tier, number in pages.items() if number}, policy, moves_down=False)
+    seconds = {"host": 1 / rates["host"], "disk": 1 / rates["host"] + 1 / rates["disk"]}
+    return SimulatedStore(clock, transfer, ledger, below, page_bytes, Known(seconds, prefill_rate))
