@@ -33,6 +33,7 @@ from .request import Request, Tenant, TokenEvent
 from .row import Row, Schedule
 from .sampler import Choices, Sampler
 from .scheduler import Scheduler
+from .scores import take_scores
 from .sizing import check_step, context_of, page_count
 from .tiers import open_store
 from .truncation import Truncations
@@ -234,7 +235,7 @@ class Engine:
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         """The rows that have caught up get their next token."""
         if schedule.scored:
-            logits = _scored(schedule, logits)
+            logits = take_scores(schedule, logits)
         return self.sampler.choose(logits, schedule.ready, set(self._unread.rows) if self._unread is not None else ())
 
     @property
@@ -396,26 +397,3 @@ def _bends_logits(row: Row) -> bool:
     params = row.params
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     return row.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0)
-
-
-def _scored(schedule: Schedule, logits: Tensor) -> Tensor:
-    """Scores prompts; answers the logits of the rows that have caught up."""
-    ready, places, place = set(schedule.ready), list[int](), 0
-    for row, start, count in zip(schedule.rows, schedule.starts.tolist(), schedule.counts, strict=True):
-        if row.scored is not None:
-            _score(row, start, logits[place : place + count])
-            place += count
-        elif row in ready:
-            place += 1
-        if row in ready:
-            places.append(place - 1)
-    return logits[torch.tensor(places, dtype=torch.int64, device=logits.device)]
-
-
-def _score(row: Row, start: int, logits: Tensor) -> None:
-    """The logprob of the token that follows each of the computed ones in the prompt. A row that was preempted begins again."""
-    assert row.scored is not None
-    following = row.prompt[start + 1 : start + len(logits) + 1]
-    if following:
-        scores = logits[: len(following)].log_softmax(-1)
-        row.scored[start:] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()

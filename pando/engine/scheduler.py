@@ -10,19 +10,20 @@ front; its tokens are never lost, and its states only if someone needed the room
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..kv.pages import Pages
-from ..kv.segment import Key, extend_keys, shared_length
+from ..kv.segment import Key
 from ..kv.tree import Match, PrefixTree
 from ..store.keeper import Keeper
 from .below import Below
+from .holding import Holding
 from .imports import Want, find
 from .makers import Makers
 from .misses import Misses
 from .request import Miss
 from .row import Copy, Row, Schedule
-from .turns import Turn, Turns
+from .turns import Turn, Turns, flying
 
 PATIENCE = 30.0  # seconds that a row waits for its context while others run
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
@@ -56,8 +57,12 @@ class Scheduler:
         self._turns = Turns(pages.page_size)
         self._is_stuck = False  # nobody can be admitted before a row lets go of its pages
         self._misses = Misses(tree, reuse)
-        self.below = Below(store, tree) if store is not None else None
+        self._holding = Holding(pages, tree, self._turns, Below(store, tree) if store is not None else None, reuse=reuse)
         self.makers = Makers(tree, self.waiting, pages.page_size)
+
+    @property
+    def below(self) -> Below | None:
+        return self._holding.below
 
     # ---- requests come and go
 
@@ -67,7 +72,7 @@ class Scheduler:
             row.arrival, row.arrived = self._arrivals, self.clock()
             self.waiting.append(row)
             if self.below is not None:
-                self._extend_keys(row)
+                self._holding.extend_keys(row)
                 self.below.join(row)
 
     def remove(self, row: Row) -> None:
@@ -78,7 +83,7 @@ class Scheduler:
             self._release(row)
         elif row in self.waiting:
             self.waiting.remove(row)
-            self._let_go(row)
+            self._holding.let_go(row)
             self._is_stuck = False
         if self.below is not None and row.makes is None:
             self.below.store.leave(row.arrival)
@@ -130,18 +135,18 @@ class Scheduler:
     def _made(self, before: Schedule | None) -> Schedule | None:
         self._now = self.clock()
         someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
-        if not someone_comes and (again := self._turns.again(self._has_room)) is not None:
+        if not someone_comes and (again := self._turns.again(self._holding.give_room)) is not None:
             return again
         self._take_arrived()
-        flying = {} if before is None else _flying(before)
-        places = [(row, *flying.get(row, (row.computed, len(row.tokens)))) for row in self.running]
+        flown = {} if before is None else flying(before)
+        places = [(row, *flown.get(row, (row.computed, len(row.tokens)))) for row in self.running]
         turns: dict[Row, Turn] = {}
         budget, pressed = self.budget, False
         for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
             count = min(length - start, budget)
-            if not count or row.stem is None or (row in flying and length >= row.last):
+            if not count or row.stem is None or (row in flown and length >= row.last):
                 continue  # it has lost its pages to one before it, or comes to its end
-            if before is not None and not self._has_room(row, start + count):
+            if before is not None and not self._holding.give_room(row, start + count):
                 return None
             pressed = not self._make_room(row, start + count) or pressed
             if row.stem is not None:
@@ -153,14 +158,6 @@ class Scheduler:
         if before is not None and not turns:
             return None
         return self._turns.make([turns[row] for row in self.running if row in turns], copies)
-
-    def _has_room(self, row: Row, tokens: int) -> bool:
-        """As `_make_room`, but nobody stops for it."""
-        missing = self.pages.needed(tokens) - len(row.pages)
-        if missing > 0 and not self._free(missing):
-            return False
-        self._grow(row, tokens)
-        return True
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
@@ -178,7 +175,7 @@ class Scheduler:
         if row.load.late or not self.below.end(row):
             self._shun(row)
         else:
-            self._hand_over(row)  # so that others find it before this row's first step is settled
+            self._holding.hand_over(row, self._now)  # so that others find it before this row's first step is settled
 
     def _shun(self, row: Row) -> None:
         """What a row waits for does not come: it begins again in other pages, and computes."""
@@ -205,12 +202,12 @@ class Scheduler:
             load.finish()
         self.tend()
         self.below.close()
-        self.below = None
+        self._holding.below = None
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
         for row in schedule.repairs:  # they have a copy now
-            self._let_go(row)
+            self._holding.let_go(row)
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
             if row.stem is None:
                 continue  # it ended while the step ran
@@ -218,7 +215,7 @@ class Scheduler:
                 self.below.end(row)  # every layer of it was waited for
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size:
-                self._hand_over(row)
+                self._holding.hand_over(row, self._now)
         for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
             self.makers.pass_on(row)
             self.remove(row)
@@ -301,55 +298,38 @@ class Scheduler:
         first = min(asking, key=lambda other: other.arrival, default=row)
         holding = [other for other in others if other.imports and other is not first]
         for other in holding:
-            self._let_go(other)
+            self._holding.let_go(other)
         return bool(holding)
-
-    def _let_go(self, row: Row) -> None:
-        for found in row.imports:
-            self.tree.unpin(found.pinned)
-            if found.want.passing:
-                self.pages.give(self.tree.drop(found.pinned))
-        row.imports = ()
 
     def _is_held(self, row: Row) -> bool:
         """Is another row computing or loading the beginning of this one? Then that is worth waiting for: the same states are not computed
         twice."""
         if not self.reuse or row.scored is not None:
             return False
-        self._extend_keys(row)
+        self._holding.extend_keys(row)
         busy = [other for other in (*self.running, *self.loading) if other.behind > 1 or other.load is not None]
         others = (other for other in busy if other.lineage == row.lineage and other.scored is None)
         there = ((other, other.computed if other.load is None else other.settled) for other in others)
-        return any(max(tokens + 1, WORTH_WAITING) <= self._common(row, other) for other, tokens in there)
-
-    def _common(self, row: Row, other: Row) -> int:
-        """How many of a row's first tokens another has too, less the last, which must be computed to be answered."""
-        self._extend_keys(other)
-        low, high = 0, min(len(row.keys), len(other.keys))
-        while low < high:  # keys are chained: one that is equal makes all before it equal
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if row.keys[middle - 1] == other.keys[middle - 1] else (low, middle - 1)
-        start, stop = low * self.pages.page_size, (low + 1) * self.pages.page_size
-        return min(start + shared_length(row.tokens[start:stop], other.tokens[start:stop]), len(row.tokens) - 1)
+        return any(max(tokens + 1, WORTH_WAITING) <= self._holding.common(row, other) for other, tokens in there)
 
     def _place(self, row: Row, copies: list[Copy]) -> bool:
         """Finds what is known of a row, and room for the rest of its tokens; says whether it runs now."""
         limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
-        self._extend_keys(row)
+        self._holding.extend_keys(row)
         match = self.tree.match(row.lineage, row.keys, row.tokens, limit, self._now, first=row.at)
         if match.length - row.at < row.repaired_end:  # who is repaired is known only of all together
             match, limit = Match(self.tree.root(row.lineage.root)), 0
         self.tree.pin(match.stem)
         shared = match.stem.end - row.at
         missing = self.pages.needed(len(row.tokens) + 1) - shared // self.pages.page_size
-        if not self._free(missing, spare=len(self.running)):  # a page for each running row, or it would soon be preempted again
+        if not self._holding.free(missing, spare=len(self.running)):  # a page for each running row, or it would soon be preempted again
             self.tree.unpin(match.stem)
             return False
         row.stem = match.stem
         row.pages = [page for segment in match.stem.path() for page in segment.pages]
         row.settled = row.computed = shared
-        self._grow(row, len(row.tokens) + 1)
-        tokens, source = max((match.tokens, match.page or 0), self._ahead(row, limit))
+        self._holding.grow(row, len(row.tokens) + 1)
+        tokens, source = max((match.tokens, match.page or 0), self._holding.ahead(row, limit, self.running))
         if (
             self.below is not None
             and limit
@@ -389,57 +369,20 @@ class Scheduler:
             row.cached = row.computed if known else max(0, (row.found or 0) - row.repaired)
             row.waited = self._now - row.arrived
         if known:
-            self._let_go(row)
+            self._holding.let_go(row)
         else:
             row.computed = row.repaired_end
 
-    def _ahead(self, row: Row, limit: int) -> tuple[int, int]:
-        """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
-        own, best = row.tokens[row.settled : limit], (0, 0)
-        for other in self.running:
-            if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled and other.load is None:
-                same = shared_length(own, other.tokens[other.settled : other.computed])
-                best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
-        return best
-
-    # ---- pages
-
     def _make_room(self, row: Row, tokens: int) -> bool:
         """Gives a row pages for so many tokens; says whether no other row had to stop for it. The row itself may be the one that stops."""
-        if tokens <= len(row.pages) * self.pages.page_size:
-            return True
         alone = True
-        missing = self.pages.needed(tokens) - len(row.pages)
-        while missing > 0 and not self._free(missing):
+        while not self._holding.give_room(row, tokens):
             alone = False
             victim = max((*self.running, *self.loading), key=lambda other: other.arrival)
             self._preempt(victim)
             if victim is row:
                 return False
-        self._grow(row, tokens)
         return alone
-
-    def _grow(self, row: Row, tokens: int) -> None:
-        missing = self.pages.needed(tokens) - len(row.pages)
-        if missing > 0:
-            after = row.pages[-1] if row.pages else None
-            expect = self.pages.needed(row.last) - len(row.pages) - missing
-            row.pages += self.pages.take(missing, after, max(0, expect))
-            self._turns.change()
-
-    def _free(self, count: int, spare: int = 0) -> bool:
-        """Makes sure that so many pages are free, if the cache can give them and would still have some to spare."""
-        short = count - self.pages.free
-        if short + spare <= 0:
-            return True
-        if self.tree.evictable() < short + spare and self.below is not None:
-            self.below.make_room()
-        if self.tree.evictable() < short + spare:
-            return False
-        if short <= 0:
-            return True
-        self.pages.give(self.tree.evict(short))
-        return True
 
     def _preempt(self, row: Row) -> None:
         (self.running if row in self.running else self.loading).remove(row)
@@ -448,62 +391,6 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, row: Row) -> None:
-        """The one place where a row lets go: full pages and the end go to the tree, the rest is free."""
-        assert row.stem is not None
-        filled = self.below.stop(row) if row.load is not None and self.below is not None else []
-        if self.reuse:
-            self._hand_over(row)
-        size = self.pages.page_size
-        keep, end = row.settled // size, row.computed - row.settled
-        if row.pages:
-            self.pages.unclaim(row.pages[-1])
-        own = row.pages[keep + len(filled) :]
-        if self.reuse and end:
-            tail, page = row.tokens[row.settled : row.computed], own.pop(0)
-            self.pages.give(self.tree.insert_end(row.stem, tail, page, row.lineage.owner, self._now))
-            if self.below is not None:
-                self.below.keep_end(row, tail, page)
-        self.pages.give(own)
-        self.tree.unpin(row.stem)
-        self._let_go(row)
-        row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
+        self._holding.release(row, self._now)
         self._turns.look()
         self._is_stuck = False
-
-    def _hand_over(self, row: Row) -> None:
-        """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""
-        start, stop = row.settled // self.pages.page_size, row.computed // self.pages.page_size
-        if start == stop:
-            return
-        self._extend_keys(row)
-        public = min(max(start, row.lineage.public), stop)
-        for first, last, owner in ((start, public, row.lineage.root), (public, stop, row.lineage.owner)):
-            if first < last:
-                self._insert(row, first, last, owner)
-
-    def _insert(self, row: Row, start: int, stop: int, owner: Key) -> None:
-        assert row.stem is not None
-        size = self.pages.page_size
-        tokens = row.tokens[start * size : stop * size]
-        done = self.tree.insert(row.stem, row.keys[start:stop], tokens, row.pages[start:stop], owner, self._now)
-        if done.spare:
-            self.pages.unclaim(row.pages[-1])
-            self.pages.give(done.spare)
-            self._turns.change()
-        row.pages[start:stop] = done.pages
-        row.settled = stop * size
-        if done.stem is not row.stem:
-            self.tree.pin(done.stem)
-            self.tree.unpin(row.stem)
-            row.stem = done.stem
-        if self.below is not None:
-            self.below.keep(row, start, stop)
-
-    def _extend_keys(self, row: Row) -> None:
-        extend_keys(row.keys, row.lineage, row.tokens, self.pages.page_size)
-
-
-def _flying(schedule: Schedule) -> Mapping[Row, tuple[int, int]]:
-    """For the rows of a step that still runs: how many tokens each will have computed, and how many there will be."""
-    stops, ready = (schedule.starts + schedule.counts).tolist(), set(schedule.ready)
-    return {row: (stop, len(row.tokens) + (row in ready)) for row, stop in zip(schedule.rows, stops, strict=True)}

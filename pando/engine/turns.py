@@ -1,6 +1,6 @@
 """From the turns of rows to the schedule of a step. Where all of them go on by a token, it is the last one moved on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,3 +75,9 @@ class Turns:
     def _goes_on(self, row: Row, stop: int) -> int:
         """For how many steps a row that has computed so many tokens needs no page, and does not come to its end."""
         return min(len(row.pages) * self._page_size, row.last - 1) - stop
+
+
+def flying(schedule: Schedule) -> Mapping[Row, tuple[int, int]]:
+    """For the rows of a step that still runs: how many tokens each will have computed, and how many there will be."""
+    stops, ready = (schedule.starts + schedule.counts).tolist(), set(schedule.ready)
+    return {row: (stop, len(row.tokens) + (row in ready)) for row, stop in zip(schedule.rows, stops, strict=True)}

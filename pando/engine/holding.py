@@ -1,0 +1,125 @@
+"""What rows hold of the pool: pages that they get, hand to the tree when they are full, and let go."""
+
+from collections.abc import Iterable
+
+from ..kv.pages import Pages
+from ..kv.segment import Key, extend_keys, shared_length
+from ..kv.tree import PrefixTree
+from .below import Below
+from .row import Row
+from .turns import Turns
+
+
+class Holding:
+    def __init__(self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, *, reuse: bool) -> None:
+        """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool."""
+        self.pages, self.tree, self.turns, self.below, self.reuse = pages, tree, turns, below, reuse
+
+    def give_room(self, row: Row, tokens: int) -> bool:
+        """Gives a row pages for so many tokens; says whether there were free ones, or the cache could give them."""
+        missing = self.pages.needed(tokens) - len(row.pages)
+        if missing > 0 and not self.free(missing):
+            return False
+        self.grow(row, tokens)
+        return True
+
+    def free(self, count: int, spare: int = 0) -> bool:
+        """Makes sure that so many pages are free, if the cache can give them and would still have some to spare."""
+        short = count - self.pages.free
+        if short + spare <= 0:
+            return True
+        if self.tree.evictable() < short + spare and self.below is not None:
+            self.below.make_room()
+        if self.tree.evictable() < short + spare:
+            return False
+        if short <= 0:
+            return True
+        self.pages.give(self.tree.evict(short))
+        return True
+
+    def grow(self, row: Row, tokens: int) -> None:
+        missing = self.pages.needed(tokens) - len(row.pages)
+        if missing > 0:
+            after = row.pages[-1] if row.pages else None
+            expect = self.pages.needed(row.last) - len(row.pages) - missing
+            row.pages += self.pages.take(missing, after, max(0, expect))
+            self.turns.change()
+
+    def hand_over(self, row: Row, now: float) -> None:
+        """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""
+        start, stop = row.settled // self.pages.page_size, row.computed // self.pages.page_size
+        if start == stop:
+            return
+        self.extend_keys(row)
+        public = min(max(start, row.lineage.public), stop)
+        for first, last, owner in ((start, public, row.lineage.root), (public, stop, row.lineage.owner)):
+            if first < last:
+                self._insert(row, first, last, owner, now)
+
+    def _insert(self, row: Row, start: int, stop: int, owner: Key, now: float) -> None:
+        assert row.stem is not None
+        size = self.pages.page_size
+        tokens = row.tokens[start * size : stop * size]
+        done = self.tree.insert(row.stem, row.keys[start:stop], tokens, row.pages[start:stop], owner, now)
+        if done.spare:
+            self.pages.unclaim(row.pages[-1])
+            self.pages.give(done.spare)
+            self.turns.change()
+        row.pages[start:stop] = done.pages
+        row.settled = stop * size
+        if done.stem is not row.stem:
+            self.tree.pin(done.stem)
+            self.tree.unpin(row.stem)
+            row.stem = done.stem
+        if self.below is not None:
+            self.below.keep(row, start, stop)
+
+    def release(self, row: Row, now: float) -> None:
+        """The one place where a row lets go: full pages and the end go to the tree, the rest is free."""
+        assert row.stem is not None
+        filled = self.below.stop(row) if row.load is not None and self.below is not None else []
+        if self.reuse:
+            self.hand_over(row, now)
+        size = self.pages.page_size
+        keep, end = row.settled // size, row.computed - row.settled
+        if row.pages:
+            self.pages.unclaim(row.pages[-1])
+        own = row.pages[keep + len(filled) :]
+        if self.reuse and end:
+            tail, page = row.tokens[row.settled : row.computed], own.pop(0)
+            self.pages.give(self.tree.insert_end(row.stem, tail, page, row.lineage.owner, now))
+            if self.below is not None:
+                self.below.keep_end(row, tail, page)
+        self.pages.give(own)
+        self.tree.unpin(row.stem)
+        self.let_go(row)
+        row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
+
+    def let_go(self, row: Row) -> None:
+        for found in row.imports:
+            self.tree.unpin(found.pinned)
+            if found.want.passing:
+                self.pages.give(self.tree.drop(found.pinned))
+        row.imports = ()
+
+    def extend_keys(self, row: Row) -> None:
+        extend_keys(row.keys, row.lineage, row.tokens, self.pages.page_size)
+
+    def common(self, row: Row, other: Row) -> int:
+        """How many of a row's first tokens another has too, less the last, which must be computed to be answered."""
+        self.extend_keys(other)
+        low, high = 0, min(len(row.keys), len(other.keys))
+        while low < high:  # keys are chained: one that is equal makes all before it equal
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if row.keys[middle - 1] == other.keys[middle - 1] else (low, middle - 1)
+        start, stop = low * self.pages.page_size, (low + 1) * self.pages.page_size
+        return min(start + shared_length(row.tokens[start:stop], other.tokens[start:stop]), len(row.tokens) - 1)
+
+    def ahead(self, row: Row, limit: int, running: Iterable[Row]) -> tuple[int, int]:
+        """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
+        own, best = row.tokens[row.settled : limit], (0, 0)
+        for other in running:
+            if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled and other.load is None:
+                same = shared_length(own, other.tokens[other.settled : other.computed])
+                best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
+        return best
