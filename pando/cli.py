@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from . import __version__
 from .arguments import parse
 from .chat import Speed, chat, utf8
-from .config import EngineConfig, ServerConfig, load, load_server, options
+from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
 from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError
 
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what this terminal cannot show
     words = list(sys.argv[1:] if argv is None else argv)
+    for line in misspelt(os.environ):
+        print(f"pando: warning: {line}", file=sys.stderr)
     try:
         code = _dispatch(words)
         sys.stdout.flush()

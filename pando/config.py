@@ -5,6 +5,7 @@ values is an array in the file, separated by commas in the environment, and a fl
 """
 
 import argparse
+import difflib
 import re
 import tomllib
 import types
@@ -25,8 +26,12 @@ MetricsCompat = Literal["none", "vllm"]
 TruncationChoice = Literal["disabled", "auto"]
 PolicyName = Literal["lookahead", "lru", "fifo"]
 CodecName = Literal["none", "fp8", "int8"]
+Quantization = Literal["none", "fp8"]
+KVDType = Literal["auto", "fp8"]
 
 ENVIRONMENT_PREFIX = "PANDO_"
+NO_OPTIONS = ("PANDO_HOME", "PANDO_BENCH_DATA", "PANDO_MAKE_PROMPT")  # variables that other parts read, and make
+OF_A_CLUSTER = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")  # what Kubernetes sets for a service that is called pando
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -55,6 +60,10 @@ class EngineConfig:
     )
     device: Device = _option("auto", "where the model runs; auto takes a GPU if there is one")
     dtype: DType = _option("auto", "what weights and cache are held in; auto takes bfloat16 where the device multiplies it natively")
+    quantization: Quantization = _option(
+        "none", "fp8 holds the linear maps of the layers in 8 bits and multiplies them so, on GPUs that can; answers are a little different"
+    )
+    kv_dtype: KVDType = _option("auto", "what the KV cache is held in: auto as dtype says; fp8 takes 8 bits, and rounds")
     max_model_len: int | None = _option(
         None, "tokens one request may have, prompt and answer together; auto: what the model was made for", 1, 2**31 - 1
     )
@@ -98,6 +107,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_all(self)
+        if self.kv_dtype == "fp8" and self.store_codec != "none":
+            raise InvalidOption(
+                f"kv_dtype is fp8 and store_codec {self.store_codec}: what has 8 bits would be rounded again, and take no less; "
+                "leave one of the two out"
+            )
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise InvalidOption(
                 f"kv_cache_tokens is {self.kv_cache_tokens}, less than one page of {self.page_size} tokens; "
@@ -206,6 +220,19 @@ def load_server(cli: Mapping[str, object], environ: Mapping[str, str], file: Pat
     values = _values((*options(), *options(ServerConfig)), cli, environ, file)
     engine = {option.name: values.pop(option.name) for option in options() if option.name in values}
     return EngineConfig(**engine), ServerConfig(**values)  # type: ignore[arg-type]
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like an option and is none: it would be ignored, and nobody would know."""
+    known, lines = [option.name.upper() for option in (*options(), *options(ServerConfig))], []
+    for name in sorted(environ):
+        is_set_by_a_cluster = OF_A_CLUSTER.search(name) or environ[name].startswith(("tcp://", "udp://"))
+        asked = name.removeprefix(ENVIRONMENT_PREFIX)
+        if asked != name and asked not in known and name not in NO_OPTIONS and not is_set_by_a_cluster:
+            close = difflib.get_close_matches(asked, known, n=1)
+            meant = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
+            lines.append(f"the environment variable {name} is no option, and is ignored{meant}")
+    return lines
 
 
 def _values(

@@ -111,9 +111,12 @@ def _facts(files: ModelFiles) -> ModelConfig:
 
 def _token_bytes(config: EngineConfig, files: ModelFiles) -> tuple[str, int]:
     """In which type keys and values are held here, and what those of one token take."""
+    from torch import float8_e4m3fn
+
     from .model.load import choose_device, choose_dtype
 
-    facts, dtype = _facts(files), choose_dtype(config.dtype, choose_device(config.device))
+    facts = _facts(files)
+    dtype = float8_e4m3fn if config.kv_dtype == "fp8" else choose_dtype(config.dtype, choose_device(config.device))
     return str(dtype).removeprefix("torch."), math.prod((2, facts.layers, facts.kv_heads, facts.head_dim, dtype.itemsize))
 
 

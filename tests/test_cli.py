@@ -121,6 +121,14 @@ def test_a_missing_dependency_is_named_without_a_traceback():
     assert re.fullmatch(r"pando: error: the package \w+ is missing here; .*`make dev`\n", done.stderr)
 
 
+def test_a_misspelt_variable_is_said_once_and_the_command_goes_on(monkeypatch, capsys):
+    monkeypatch.setenv("PANDO_DEVICES", "cpu")
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "pando: warning: the environment variable PANDO_DEVICES is no option, and is ignored; did you mean PANDO_DEVICE?"
+    ]
+
+
 def test_public_names_load_on_first_use():
     assert pando.SamplingParams is SamplingParams
     assert issubclass(InvalidOption, pando.PandoError)

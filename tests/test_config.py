@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from pando.config import EngineConfig, ServerConfig, choices, kinds, load, load_server, options
+from pando.config import EngineConfig, ServerConfig, choices, kinds, load, load_server, misspelt, options
 from pando.errors import InvalidOption
 
 
@@ -27,6 +27,16 @@ def test_several_values_come_as_an_array_with_commas_or_one_by_one(tmp_path):
     assert load_server({}, {}, file)[1].share_prefix == ("a.txt", "b, c.txt")
     assert load_server({}, {"PANDO_SHARE_PREFIX": "a.txt, b.txt"}, file)[1].share_prefix == ("a.txt", "b.txt")
     assert load_server({"share_prefix": ["a,b.txt"]}, {}, file)[1].share_prefix == ("a,b.txt",)
+
+
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant():
+    right = {f"PANDO_{option.name.upper()}": "1" for option in (*options(), *options(ServerConfig))}
+    others = {"PANDO_HOME": "/x", "PANDO_BENCH_DATA": "/y", "PATH": "/bin", "OTHER_MAX_SEQS": "1"}
+    cluster = {"PANDO_SERVICE_HOST": "10.0.0.1", "PANDO_PORT_8000_TCP_ADDR": "10.0.0.1", "PANDO_CHAT_PORT": "tcp://10.0.0.1:80"}
+    assert misspelt({**right, **others, **cluster}) == []
+    wrong, strange = misspelt({**right, **others, "PANDO_MAX_SEQS": "8", "PANDO_XYZZY": "1"})
+    assert wrong == "the environment variable PANDO_MAX_SEQS is no option, and is ignored; did you mean PANDO_MAX_NUM_SEQS?"
+    assert strange == "the environment variable PANDO_XYZZY is no option, and is ignored"
 
 
 def test_a_file_of_the_server_serves_the_other_commands_too(tmp_path):

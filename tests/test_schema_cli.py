@@ -160,6 +160,11 @@ def test_show_lists_modules_with_their_unions_and_params(files, model, capsys):
     assert total.endswith("of KV cache in float32, in whole pages of 4 tokens")
 
 
+def test_show_counts_what_a_cache_in_8_bits_takes(files, model, capsys):
+    assert run("schema", "show", files / "tour.pml", "--model", model, "--kv-dtype", "fp8") == 0
+    assert "of KV cache in float8_e4m3fn, in" in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_exist_is_exit_code_2(files, capsys):
     assert run("schema", "show", files / "tour.pml", "--model", "nothing") == 2
     assert "nothing" in capsys.readouterr().err

@@ -1,10 +1,12 @@
 """A small model with seeded random weights and a tokenizer of bytes: enough to run the whole engine in milliseconds."""
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -16,13 +18,16 @@ from pando.kernels import native as compiled
 from pando.kernels.native import Library, NativeOps, Unavailable, native_linear
 from pando.model.config import ModelConfig, Rope
 from pando.model.decoder import Decoder, plain_linear
-from pando.model.load import Model
+from pando.model.load import Model, assembled
 from pando.model.tokenizer import Tokenizer
 from pando.model.weights import LayerWeights, Norm, Weights
 
 END = 256
 VOCAB = 257
-DEFAULTS: dict[str, object] = {"page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16, "disk_gib": 0}
+CPU = torch.device("cpu")
+DEFAULTS: dict[str, object] = {
+    "page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16, "host_gib": 0, "disk_gib": 0,
+}  # fmt: skip
 
 
 @functools.cache
@@ -58,30 +63,55 @@ def tiny_model(
     native: bool = False,
     layers: int = 2,
     scaling: dict[str, float | str] | None = None,
+    size: int = 8,
+    device: torch.device = CPU,
 ) -> Model:
+    """The same numbers on every device. `size`: of a head."""
     config = ModelConfig(
-        family="llama", vocab_size=VOCAB, hidden_size=32, layers=layers, heads=4, kv_heads=2, head_dim=8, intermediate_size=48,
+        family="llama", vocab_size=VOCAB, hidden_size=32, layers=layers, heads=4, kv_heads=2, head_dim=size, intermediate_size=48,
         max_positions=max_positions, positions=positions, norm="rms", norm_eps=1e-5, activation="silu", gated=True, block="sequential",
-        softmax_scale=8**-0.5, rope=Rope(10000.0, 8, scaling) if positions == "rope" else None,
+        softmax_scale=size**-0.5, rope=Rope(10000.0, size, scaling) if positions == "rope" else None,
     )  # fmt: skip
     make = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int, scale: float = 0.25) -> torch.Tensor:
-        return (torch.randn(shape, generator=make) * scale).to(dtype)
+        return (torch.randn(shape, generator=make) * scale).to(device, dtype)
 
     def norm() -> Norm:
-        return Norm((1 + 0.1 * torch.randn(32, generator=make)).to(dtype), None)
+        return Norm((1 + 0.1 * torch.randn(32, generator=make)).to(device, dtype), None)
 
-    each = tuple(
-        LayerWeights(norm(), norm(), weight(64, 32), None, weight(32, 32), None, weight(96, 32), None, weight(32, 48), None, None, None)
-        for _ in range(config.layers)
-    )
+    def layer() -> LayerWeights:
+        qkv, o = (8 * size, 32), (32, 4 * size)
+        return LayerWeights(norm(), norm(), weight(*qkv), None, weight(*o), None, weight(96, 32), None, weight(32, 48), None, None, None)
+
+    each = tuple(layer() for _ in range(config.layers))
     table = weight(max_positions, 32) if positions == "learned" else None
     weights = Weights(weight(VOCAB, 32, scale=1.0), table, None, each, norm(), weight(VOCAB, 32, scale=1.0), None)
+    if device.type != "cpu":
+        return assembled(config, weights, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, device, compiled=False)
     library = native_library(dtype) if native else None
     linear, ops = (functools.partial(native_linear, library), NativeOps(library)) if library else (plain_linear, None)
     decoder = Decoder(config, weights, linear, ops)
-    return Model(config, decoder, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, torch.device("cpu"), library)
+    return Model(config, decoder, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, CPU, library)
+
+
+def write_checkpoint(folder: Path, size: int = 8) -> None:
+    """A model of one layer as Hugging Face has them."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size, "intermediate_size": 48, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    make, at = torch.Generator().manual_seed(1), "layers.0."
+    shapes = {"embed_tokens": (VOCAB, 32), "norm": (32,), at + "input_layernorm": (32,), at + "post_attention_layernorm": (32,)}
+    shapes |= {f"{at}self_attn.{name}_proj": (heads * size, 32) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    shapes |= {at + "self_attn.o_proj": (32, 4 * size), at + "mlp.gate_proj": (48, 32), at + "mlp.up_proj": (48, 32)}
+    shapes |= {at + "mlp.down_proj": (32, 48)}
+    weights = {f"model.{name}.weight": torch.randn(shape, generator=make) * 0.5 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(tiny_tokenizer()._text)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
 def tiny_config(**options: object) -> EngineConfig:

@@ -4,6 +4,7 @@ from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Generator, Tensor, device, dtype, empty, ones
 
+from ..kernels.fp8 import Weight, scaled
 from ..model.config import ModelConfig, Rope
 from ..model.load import Model, assembled
 from ..model.tokenizer import Tokenizer
@@ -19,8 +20,10 @@ SHAPES = {  # hidden size, layers, heads, KV heads, size of a head, intermediate
 }
 
 
-def random_model(shape: str, place: device, kind: dtype, positions: int = 8192, *, compiled: bool = True) -> Model:
-    return dressed(shape, *random_weights(shape, place, kind, positions), compiled=compiled)
+def random_model(
+    shape: str, place: device, kind: dtype, positions: int = 8192, *, compiled: bool = True, quantization: str = "none"
+) -> Model:
+    return dressed(shape, *random_weights(shape, place, kind, positions, quantization=quantization), compiled=compiled)
 
 
 def dressed(shape: str, config: ModelConfig, weights: Weights, *, compiled: bool = True) -> Model:
@@ -29,7 +32,7 @@ def dressed(shape: str, config: ModelConfig, weights: Weights, *, compiled: bool
     return assembled(config, weights, byte_tokenizer(), b"random " + shape.encode(), kind, place, compiled=compiled)
 
 
-def random_weights(shape: str, place: device, kind: dtype, positions: int) -> tuple[ModelConfig, Weights]:
+def random_weights(shape: str, place: device, kind: dtype, positions: int, *, quantization: str = "none") -> tuple[ModelConfig, Weights]:
     hidden, layers, heads, kv_heads, size, wide, vocab, base = SHAPES[shape]
     config = ModelConfig(
         family="llama", vocab_size=vocab, hidden_size=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=size,
@@ -41,13 +44,16 @@ def random_weights(shape: str, place: device, kind: dtype, positions: int) -> tu
     def weight(*shape: int) -> Tensor:
         return empty(shape, device=place, dtype=kind).normal_(0, SPREAD, generator=make)
 
+    def linear(*shape: int) -> Weight:
+        return scaled(weight(*shape)) if quantization == "fp8" else weight(*shape)
+
     def norm() -> Norm:
         return Norm(ones(hidden, device=place, dtype=kind), None)
 
     each = tuple(
         LayerWeights(
-            norm(), norm(), weight((heads + 2 * kv_heads) * size, hidden), None, weight(hidden, heads * size), None,
-            weight(2 * wide, hidden), None, weight(hidden, wide), None, None, None,
+            norm(), norm(), linear((heads + 2 * kv_heads) * size, hidden), None, linear(hidden, heads * size), None,
+            linear(2 * wide, hidden), None, linear(hidden, wide), None, None, None,
         )
         for _ in range(layers)
     )  # fmt: skip

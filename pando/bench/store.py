@@ -1,6 +1,7 @@
 """`pando bench store`: what it is worth that context outlives the pool, and what that costs.
 
-A conversation that comes back, from each tier and after a restart; loading layer by layer; saving beside the computation; and rounding.
+A conversation that comes back, from each tier and after a restart; loading layer by layer; saving beside the computation; and rounding: of
+what is kept below the device, and of weights and states on it.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +18,7 @@ import torch
 from ..config import Parser
 from ..errors import InvalidOption
 from ..model.load import Model
-from . import codecs, preload, returning, saving
+from . import codecs, preload, returning, rounding, saving
 from .measure import Result, as_json, machine, table, told
 from .subject import add_model, model_of
 from .workloads import gather
@@ -56,11 +58,17 @@ def rounded(setting: Setting) -> list[Result]:
     return codecs.compare_codecs(setting.model, gather(setting.arguments.text, None, {}).prose, reading, setting.folder)
 
 
+def in_8_bits(setting: Setting) -> list[Result]:
+    passage, text = rounding.QUICK if setting.arguments.quick else rounding.Passage(), gather(setting.arguments.text, None, {}).prose
+    return rounding.compare_fp8(setting.model, partial(model_of, setting.arguments), text, passage)
+
+
 CASES: dict[str, Callable[[Setting], list[Result]]] = {
     "conversation": conversation,
     "preload": layers,
     "saving": saved,
     "codec": rounded,
+    "fp8": in_8_bits,
 }
 
 

@@ -16,8 +16,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
 
 
-def model_of(arguments: argparse.Namespace) -> Model:
+def model_of(arguments: argparse.Namespace, quantization: str = "none") -> Model:
     if arguments.random_weights:
         place = choose_device(arguments.device)
-        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place))
-    return load(arguments.model, device=arguments.device, dtype=arguments.dtype)
+        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place), quantization=quantization)
+    return load(arguments.model, device=arguments.device, dtype=arguments.dtype, quantization=quantization)

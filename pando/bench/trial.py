@@ -52,7 +52,7 @@ def opened(
 ) -> Engine:
     """`folder`: where its disk tier is, if it has one."""
     facts, page = model.config, EngineConfig.page_size
-    kept = size.kept * PagePool.page_bytes(page, facts.layers, facts.kv_heads, facts.head_dim, model.dtype) / page / GIB
+    kept = size.kept * PagePool.page_bytes(page, facts.layers, facts.kv_heads, facts.head_dim, model.states) / page / GIB
     config = EngineConfig(
         kv_cache_tokens=size.pool,
         max_num_seqs=max(size.rows, 1),

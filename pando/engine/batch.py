@@ -42,25 +42,38 @@ Lower = Callable[[Reads, Tensor, Geometry], Lowered]
 
 def lowering_of(model: Model, page_size: int, *, use_reference: bool = False) -> Lower | None:
     """The fastest path that the model's device has. None: the definition itself."""
-    return None if use_reference else lowering_for(model.device, model.dtype, model.decoder.geometry, page_size, model.library)
+    if use_reference:
+        return None
+    if model.device.type == "cpu" and model.states != model.dtype:
+        log.warning("no kernel of a CPU reads keys and values in fp8: the slow definition does; use --kv-dtype auto, or a GPU")
+        return None
+    return lowering_for(model.device, model.dtype, model.decoder.geometry, page_size, model.library, model.states)
 
 
-def lowering_for(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_size: int, library: Library | None) -> Lower | None:
+def lowering_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    geometry: Geometry,
+    page_size: int,
+    library: Library | None,
+    states: torch.dtype | None = None,
+) -> Lower | None:
+    """`states`: what K and V are held in, if not in the model's dtype."""
     if device.type != "cpu":
-        return _on_gpu(device, dtype, geometry, page_size)
+        return _on_gpu(device, dtype, geometry, page_size, states)
     if library is not None and supports(geometry):
         return partial(NativeLowering, library, Dense.measure(library, geometry))
     return Lowering
 
 
-def _on_gpu(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_size: int) -> Lower | None:
+def _on_gpu(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_size: int, states: torch.dtype | None) -> Lower | None:
     try:
         from ..kernels import gpu
         from ..kernels.gpu_tiles import unsupported
 
         reason = unsupported(geometry, page_size)
         if reason is None:
-            gpu.probe(gpu.Device.of(device), dtype, geometry, page_size)
+            gpu.probe(gpu.Device.of(device), dtype, geometry, page_size, states)
             return partial(gpu.TritonLowering, gpu.Device.of(device), dtype)
     except ImportError as error:
         reason = f"Triton cannot be imported ({error})"
@@ -68,6 +81,14 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_s
         reason = f"a first try failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     log.warning("Pando's own GPU kernels are not used, the slow definition is: %s", reason)
     return None
+
+
+def warm_up(model: Model, page_size: int) -> None:
+    """On a GPU, makes the kernels that plans of any kind need: the first time that takes a while, and later they are found on disk."""
+    if model.device.type == "cuda":
+        from ..kernels import gpu, gpu_warm
+
+        gpu_warm.warm_up(gpu.Device.of(model.device), model.dtype, model.decoder.geometry, page_size, model.states)
 
 
 def reads_of(plan: Plan, counts: Sequence[int]) -> Reads:
@@ -206,11 +227,11 @@ def _sources(rows: Sequence[Row], counts: Numbers, unread: Sequence[Row]) -> Num
 
 
 def _wanted(schedule: Schedule) -> Numbers:
-    """The last token of each row that has caught up; every token of one whose prompt is scored."""
+    """The last token of each row that has caught up; every token of one whose prompt is being scored."""
     ready, wanted, end = set(schedule.ready), list[int](), 0
-    for row, count in zip(schedule.rows, schedule.counts, strict=True):
+    for row, start, count in zip(schedule.rows, schedule.starts.tolist(), schedule.counts, strict=True):
         end += count
-        if row.scored is not None:
+        if row.is_scored_from(start):
             wanted += range(end - count, end)
         elif row in ready:
             wanted.append(end - 1)

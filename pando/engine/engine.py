@@ -16,13 +16,14 @@ from ..kv.pages import Pages
 from ..kv.pool import PagePool
 from ..kv.run import Run
 from ..kv.segment import Key, extend_keys
-from ..kv.tree import PrefixTree, Stem
+from ..kv.stem import Stem
+from ..kv.tree import PrefixTree
 from ..model.load import Model
 from ..model.shelf import Shelf
 from ..store.tier import Lost
 from .admission import PUBLIC, Admission
 from .answer import Answer
-from .batch import Batcher, Unread, lowering_of
+from .batch import Batcher, Unread, lowering_of, warm_up
 from .costs import chosen_cost
 from .facts import Shared, Stats, StepFacts
 from .graphs import on_cuda
@@ -31,7 +32,7 @@ from .pins import Pin, Pins
 from .repair import Repairer
 from .request import Request, Tenant, TokenEvent
 from .row import Row, Schedule
-from .sampler import Choices, Sampler
+from .sampler import NO_TOKEN, Choices, Sampler
 from .scheduler import Scheduler
 from .scores import take_scores
 from .sizing import check_step, context_of, page_count
@@ -61,13 +62,13 @@ class _Flight(NamedTuple):
 
 class Engine:
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        self.model = model
+        self.model = model = model.with_states(config.kv_dtype)
         self.max_len = context_of(model, config)
         facts = model.config
         self.pages = Pages(page_count(model, config, self.max_len), config.page_size)
         self.tree = PrefixTree(config.page_size)
         self.pool = PagePool(
-            self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=model.device
+            self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.states, device=model.device
         )
         if model.device.type == "cuda":
             check_step(model, config, self.pool)
@@ -107,6 +108,11 @@ class Engine:
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
         self._stepping, self._settled = False, 0.0
         self._cancelled: list[str] = []
+
+    def warm_up(self) -> None:
+        """Nothing is compiled any more when requests come."""
+        if self.batcher.lower is not None:
+            warm_up(self.model, self.pages.page_size)
 
     def tend(self) -> float | None:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""
@@ -227,6 +233,7 @@ class Engine:
         for row in schedule.repairs:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:
+            self.scheduler.wait()
             return torch.empty(0, self.model.config.vocab_size)
         batch = self.batcher.prepare(schedule, self._unread)
         logits = self.graphs.forward(batch) if self.graphs is not None and not schedule.loads else None
@@ -266,7 +273,7 @@ class Engine:
             event = answer.take(token)
             events.append(event)
             if event.finish_reason is not None:
-                row.is_suspect = event.finish_reason == "error"
+                row.is_suspect = token.token == NO_TOKEN
                 self._end(row)
                 if row.is_suspect and not _bends_logits(row):  # else it may be its own fault, and not that of the states
                     self._distrust(row)

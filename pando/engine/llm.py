@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config import Attention, CodecName, Device, DType, EngineConfig, PolicyName
+from ..config import Attention, CodecName, Device, DType, EngineConfig, KVDType, PolicyName, Quantization
 from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
 from ..kv.run import Run
 from ..markup.schema import Schema
@@ -36,6 +36,10 @@ class _Given(NamedTuple):
     drop: Sequence[Span] = ()
 
 
+def loaded(config: EngineConfig) -> Model:
+    return load(config.model, device=config.device, dtype=config.dtype, compiled=config.native, quantization=config.quantization)
+
+
 class LLM:
     """A model and its cache. What one call computed, the next one reuses."""
 
@@ -45,6 +49,8 @@ class LLM:
         *,
         device: Device = EngineConfig.device,
         dtype: DType = EngineConfig.dtype,
+        quantization: Quantization = EngineConfig.quantization,
+        kv_dtype: KVDType = EngineConfig.kv_dtype,
         max_model_len: int | None = EngineConfig.max_model_len,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
@@ -71,6 +77,8 @@ class LLM:
             model=model,
             device=device,
             dtype=dtype,
+            quantization=quantization,
+            kv_dtype=kv_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -106,7 +114,7 @@ class LLM:
         if config.threads is not None:
             _use_threads(config.threads)
         self.config = config
-        self.engine = Engine(model or load(config.model, device=config.device, dtype=config.dtype, compiled=config.native), config)
+        self.engine = Engine(model or loaded(config), config)
         self.tokenizer = self.engine.model.tokenizer
         self._ids = (f"request-{number}" for number in itertools.count())
         self._tenant = Tenant(config.cache_salt.encode())

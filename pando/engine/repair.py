@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import InvalidOption, InvalidPrompt
 from ..kernels import reference
+from ..kernels.fp8 import store
 from ..kernels.reads import joined
 from ..kernels.rope import rotate, turns
 from ..kv.pool import PagePool
@@ -56,7 +57,7 @@ def key(root: Key, runs: Sequence[Run], end: int, share: float) -> Key:
 class Repairer:
     def __init__(self, decoder: Decoder, pool: PagePool, lower: Lower | None) -> None:
         self._decoder, self._pool, self._lower = decoder, pool, lower
-        self._device = pool.k.device
+        self._device, self._dtype = pool.k.device, decoder.embed.dtype
 
     def repair(self, tokens: Sequence[int], pages: Sequence[int], parts: Sequence[Import], count: int) -> None:
         """Fills the first pages of a row: its tokens up to the end of its last module. `count`: so many of those that were encoded behind
@@ -76,8 +77,8 @@ class Repairer:
         for index in range(len(self._decoder.layers)):
             k, v = self._pool.layer(index)
             keys = k.index_select(0, source)
-            k.index_copy_(0, target, keys if turn is None else rotate(keys, turn))
-            v.index_copy_(0, target, v.index_select(0, source))
+            store(k, target, keys if turn is None else rotate(keys.to(self._dtype), turn))
+            store(v, target, v.index_select(0, source))
 
     def _compute(self, tokens: Tensor, pages: Sequence[int], slots: Tensor, parts: Sequence[Import], count: int) -> None:
         decoder, last = self._decoder, len(self._decoder.layers) - 1

@@ -7,8 +7,12 @@ import torch
 from ..config import EngineConfig
 from ..errors import InvalidOption
 from ..kv.pool import PagePool
+from ..kv.segment import Lineage
 from ..model.decoder import Step
 from ..model.load import Model, free_memory
+from .request import SamplingParams
+from .row import Row
+from .sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ def context_of(model: Model, config: EngineConfig) -> int:
 
 def page_count(model: Model, config: EngineConfig, context: int) -> int:
     facts, free = model.config, free_memory(model.device)
-    size = PagePool.page_bytes(config.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.dtype)
+    size = PagePool.page_bytes(config.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.states)
     if config.kv_cache_tokens is not None:
         count = min(config.kv_cache_tokens, MAX_SLOTS) // config.page_size
         if count * size > free:
@@ -60,13 +64,17 @@ def page_count(model: Model, config: EngineConfig, context: int) -> int:
 
 @torch.inference_mode()
 def check_step(model: Model, config: EngineConfig, pool: PagePool) -> None:
-    """Computes the largest step once, for nobody: what does not fit beside the cache is said now, and not to the first request."""
+    """Computes the largest step, for nobody: what does not fit beside the cache is said now, and not to the first request. Twice, since the
+    tokens of a step are read when the next one has been asked for; and with what sampling takes at most, where all tokens are as likely,
+    so that a short list does not settle top_p, and everything is sorted."""
     tokens, rows = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
     numbers = torch.zeros(tokens, dtype=torch.int64, device=model.device)
     step = Step(numbers, numbers, numbers + pool.scratch, numbers[:rows], lambda q, turned, k, v: turned.clone())
+    sampler = Sampler(model.config.vocab_size, model.device)
+    asked = [Row("", index, [0], SamplingParams(top_p=0.9), index, Lineage.of(b""), 2) for index in range(rows)]
     try:
-        logits = model.decoder.forward(step, pool)
-        logits.softmax(-1).sum().item()  # about what sampling takes beside them
+        first, _ = (sampler.choose(model.decoder.forward(step, pool).zero_(), asked) for _ in range(2))
+        first.read()
     except torch.OutOfMemoryError:
         raise InvalidOption(
             f"a step of {tokens} tokens and {rows} rows does not fit beside a KV cache of {pool.nbytes / GIB:.1f} GiB; lower "

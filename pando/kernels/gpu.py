@@ -7,7 +7,7 @@ the plan.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
-from .gpu_tiles import Size, Tiles, keys_of, sizes, wide
+from .gpu_hopper import BESIDE, Hopper, found
+from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, power_of_two, sizes, wide
+from .launch import Launches
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate, turns
 
 LOG2_E = math.log2(math.e)
-MERGED = 16  # parts looked at together, at most
+MERGED = (2, 4, 16)  # parts looked at together: few kinds, since each is compiled
 FETCHERS = 32  # programs that fetch pages from host memory
 FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
 
@@ -50,12 +52,16 @@ class TritonLowering:
     def __init__(self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0) -> None:
         self._device, self._geometry, self._page_size = device, geometry, reads.page_size
         self._large, self._small = sizes(geometry, dtype, reads, device.processors)
+        self._hopper = found(device.where, dtype, geometry, reads.page_size) if self._large == LARGEST else None
         self._keys = keys_of(geometry, dtype, reads.page_size)
+        self._shape = geometry.heads, geometry.kv_heads, geometry.heads // geometry.kv_heads, geometry.head_dim, wide(geometry)
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         tiles, place = self._cut(reads, len(positions)), device.where
         self._grids = [math.ceil(n * spare) for n in tiles.launches]
         if tiles.launches[1] * geometry.kv_heads <= 2 * device.processors:  # each has the room to fetch further ahead
             self._small = self._small._replace(stages=3)
+        if self._hopper is not None:
+            self._small = self._small._replace(warps=max(2, self._small.warps), registers=BESIDE)
         self._room = {name: max(1, math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
@@ -63,8 +69,10 @@ class TritonLowering:
         self._positions = torch.zeros(math.ceil(len(positions) * spare), dtype=torch.int64, device=place)
         self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
         self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
-        self._most_parts = triton.next_power_of_2(max(1, int(np.diff(tiles.starts).max(initial=0))))
-        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+        most = int(np.diff(tiles.starts).max(initial=0))
+        self._merged = next((parts for parts in MERGED if parts >= most), MERGED[-1])
+        self._launch = Launches()
+        self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
         self._moves = torch.zeros(2, math.ceil(len(tiles.moved) * spare), dtype=torch.int64, device=place)  # queries to turn again; how far
         self._put(tiles, reads, positions)
 
@@ -107,7 +115,7 @@ class TritonLowering:
         a, pairs = self._arrays, max(self._large.rows, self._small.rows) // (self._geometry.heads // self._geometry.kv_heads)
         kernels.begin[(max(1, self._grids[0] + self._grids[1]),)](
             self._positions, a["tiles"], a["counts"], a["reader"], a["base"], a["room"], self._seen, self._ahead,
-            triton.next_power_of_2(max(1, pairs)), self._keys, num_warps=1,
+            power_of_two(pairs), self._keys, num_warps=1,
         )  # fmt: skip
         freqs = self._geometry.freqs
         if self._moves.numel() and freqs is not None:
@@ -121,50 +129,61 @@ class TritonLowering:
         turned = turned.contiguous()
         out = torch.empty(count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
         large, small, merged = self._grids
-        keys = self._descriptor(k), self._descriptor(v)
-        if large:
-            self._look(self._large, large, turned, keys, out, is_large=True, early=bool(small or merged), after=False)
+        if large and self._hopper is not None and k.dtype == q.dtype:
+            self._look_apart(self._hopper, large, turned, k, v, out, early=bool(small or merged))
+        elif large:
+            self._look(self._large, large, turned, k, v, out, is_large=True, early=bool(small or merged), after=False)
         if small:
-            self._look(self._small, small, turned, keys, out, is_large=False, early=bool(merged), after=bool(large))
+            self._look(self._small, small, turned, k, v, out, is_large=False, early=bool(merged), after=bool(large))
         if merged:
             self._merge(out)
         return out
 
     def _look(
-        self, size: Size, tiles: int, q: Tensor, keys: tuple[Any, Any], out: Tensor, *, is_large: bool, early: bool, after: bool
+        self, size: Size, tiles: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, is_large: bool, early: bool, after: bool
     ) -> None:
         g, a, overlaps = self._geometry, self._arrays, self._device.overlaps
+        pool = (k, v) if size.exact else (self._descriptor(k), self._descriptor(v))
         programs = min(tiles * g.kv_heads, self._device.processors) if size.many else tiles * g.kv_heads
-        kernels.look[(programs,)](
-            q, *keys, q if g.slopes is None else g.slopes, a["tiles"], a["counts"], a["pages"], a["query"], self._seen, self._ahead,
-            a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
-            g.heads, g.kv_heads, g.heads // g.kv_heads, g.head_dim, wide(g), self._page_size, size.rows, self._keys, size.stages,
-            g.slopes is not None, self._precision, is_large, size.many, early and overlaps, after and overlaps,
+        self._launch(
+            kernels.look, is_large, (programs,), q, *pool, q if g.slopes is None else g.slopes, a["tiles"], a["counts"],
+            a["pages"], a["query"], self._seen, self._ahead, a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
+            *self._shape, self._page_size, size.rows,
+            LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, g.slopes is not None, self._precision,
+            is_large, size.many, early and overlaps, after and overlaps,
             num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after),
+        )  # fmt: skip
+
+    def _look_apart(self, hopper: Hopper, tiles: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, early: bool) -> None:
+        g, a = self._geometry, self._arrays
+        self._launch(
+            hopper.look, None, (min(tiles * g.kv_heads, self._device.processors),), q, self._descriptor(k, hopper),
+            self._descriptor(v, hopper), a["tiles"], a["counts"], a["pages"], a["query"], self._seen, a["places"], self._parts, self._lses,
+            out, g.scale * LOG2_E, *self._shape[:4], self._page_size, early, **hopper.options,
         )  # fmt: skip
 
     def _merge(self, out: Tensor) -> None:
         g, a, tokens = self._geometry, self._arrays, self._grids[2]
-        heads, parts = (4 if tokens * g.heads >= 4096 else 1), min(MERGED, self._most_parts)
-        kernels.merge[(tokens, triton.cdiv(g.heads, heads))](
-            self._parts, self._lses, a["starts"], a["tokens"], a["counts"], out,
-            g.heads, g.head_dim, wide(g), heads, parts, self._device.overlaps, num_warps=heads, **self._device.launch(),
+        heads = 4 if tokens * g.heads >= 4096 else 1
+        self._launch(
+            kernels.merge, None, (tokens, triton.cdiv(g.heads, heads)), self._parts, self._lses, a["starts"], a["tokens"], a["counts"], out,
+            g.heads, g.head_dim, self._shape[-1], heads, self._merged, self._device.overlaps, num_warps=heads, **self._device.launch(),
         )  # fmt: skip
 
-    def _descriptor(self, pool: Tensor) -> TensorDescriptor:
+    def _descriptor(self, pool: Tensor, hopper: Hopper | None = None) -> TensorDescriptor:
         """Of one layer's keys or values [S, K, D], in blocks of one head."""
         slots, kv_heads, size = pool.shape
-        name = pool.data_ptr(), slots
+        name = pool.data_ptr(), slots, hopper is None
         if name not in self._descriptors:
-            width = kv_heads * size
-            self._descriptors[name] = TensorDescriptor(pool, [slots, width], [width, 1], [self._keys, wide(self._geometry)])
+            width, block = kv_heads * size, [self._keys, self._shape[-1]]
+            self._descriptors[name] = hopper.descriptor(pool) if hopper else TensorDescriptor(pool, [slots, width], [width, 1], block)
         return self._descriptors[name]
 
 
-def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int) -> None:
+def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int, states: torch.dtype | None = None) -> None:
     """Attends once, over next to nothing. Raises whatever a broken compiler or driver raises, before anybody waits for an answer."""
     q = torch.zeros(1, geometry.heads, geometry.head_dim, dtype=dtype, device=device.where)
-    pool = torch.zeros(page_size, geometry.kv_heads, geometry.head_dim, dtype=dtype, device=device.where)
+    pool = torch.zeros(page_size, geometry.kv_heads, geometry.head_dim, dtype=states or dtype, device=device.where)
     reads = joined(page_size, [([0], page_size, 0, [0], [0])])
     if not TritonLowering(device, dtype, reads, torch.zeros(1, dtype=torch.int64), geometry).attend(q, q, pool, pool).isfinite().all():
         raise RuntimeError("they answered no numbers")

@@ -2,6 +2,9 @@
 
 Torch's products do not reach the rate of the memory there; the kernel that streams weights does, up to a number of rows that differs with
 the device and with the shape. It is measured.
+
+Weights in 8 bits are half the bytes to stream, and the rows stay as they are. A product of more rows takes 8 bits on both sides: the rows
+are rounded as they come, each with a scale.
 """
 
 import statistics
@@ -15,7 +18,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from . import fp8
 from . import triton_ops as kernels
+from .fp8 import FP8, Scaled, Weight
 from .gpu import Device
 from .ops import Apply
 
@@ -35,6 +40,7 @@ class Tile(NamedTuple):
 
 
 SEVERAL = Tile(4, 1024, 4)
+ALIKE = 16  # numbers of which a product of 8 bits wants multiples, on either side
 WHOLE = 4096  # numbers of a row that are fetched at once, for a single row of input
 
 
@@ -43,14 +49,14 @@ class GpuLinear:
         """`most`: up to how many rows weights of a shape are streamed."""
         self._device, self._most = device, most
 
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Apply:
-        return self._either(weight, bias, partial(F.linear, weight=weight, bias=bias), gated=False)
+    def __call__(self, weight: Weight, bias: Tensor | None) -> Apply:
+        return self._either(weight, bias, product(self._device, weight, bias), gated=False)
 
-    def gated(self, weight: Tensor, bias: Tensor | None, otherwise: Apply) -> Apply:
+    def gated(self, weight: Weight, bias: Tensor | None, otherwise: Apply) -> Apply:
         """A map to gates and what they let through, already gated by silu."""
         return self._either(weight, bias, otherwise, gated=True)
 
-    def _either(self, weight: Tensor, bias: Tensor | None, otherwise: Apply, *, gated: bool) -> Apply:
+    def _either(self, weight: Weight, bias: Tensor | None, otherwise: Apply, *, gated: bool) -> Apply:
         most = self._most.get(weight.shape, 0)
 
         def apply(x: Tensor) -> Tensor:
@@ -59,41 +65,75 @@ class GpuLinear:
         return apply if most else otherwise
 
 
-def stream(device: Device, x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Tensor:
-    count, size, outputs = *x.shape, len(weight) // 2 if gated else len(weight)
-    tile, out = tile_of(count, size), x.new_empty(count, outputs)
+def product(device: Device, weight: Weight, bias: Tensor | None) -> Apply:
+    """Torch's, for any number of rows."""
+    if isinstance(weight, Tensor):
+        return partial(F.linear, weight=weight, bias=bias)
+    if not fp8.multiplied(device.where) or any(size % ALIKE for size in weight.shape):
+        return fp8.linear(weight, bias)
+    codes, scales, outputs = weight.codes.T, weight.scales[None], weight.shape[0]
+    added = None if bias is None else bias.to(torch.bfloat16)
+
+    def apply(x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_empty(0, outputs)
+        rows = rounded(device, x)
+        # it answers in bfloat16 only: beside 8 bits on both sides, what that rounds is little, even for other models
+        out = torch._scaled_mm(rows.codes, codes, rows.scales[:, None], scales, added, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return out.to(x.dtype)
+
+    return apply
+
+
+def rounded(device: Device, x: Tensor) -> Scaled:
+    """`fp8.scaled`, in one launch."""
+    count, size = x.shape
+    wide = triton.next_power_of_2(size)
+    made = Scaled(torch.empty(x.shape, dtype=FP8, device=x.device), torch.empty(count, dtype=torch.float32, device=x.device))
+    kernels.round_rows[(count,)](
+        x.contiguous(), made.codes, made.scales, size, wide, device.overlaps, num_warps=max(1, min(16, wide // 512)), **device.launch()
+    )
+    return made
+
+
+def stream(device: Device, x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool = False) -> Tensor:
+    count, size, outputs = *x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
+    codes, scales = (weight.codes, weight.scales) if isinstance(weight, Scaled) else (weight, weight)
+    tile, out = tile_of(count, size, codes.element_size()), x.new_empty(count, outputs)
     kernels.few_rows[(triton.cdiv(outputs, tile.rows // 2 if gated else tile.rows),)](
-        x.contiguous(), weight, weight if bias is None else bias, out, count, outputs, size,
-        triton.next_power_of_2(max(1, count)), tile.rows, tile.block, 16 // x.element_size(), size <= tile.block,
-        bias is not None, gated, device.overlaps, num_warps=tile.warps, **device.launch(),
+        x.contiguous(), codes, scales, codes if bias is None else bias, out, count, outputs, size,
+        triton.next_power_of_2(max(1, count)), tile.rows, tile.block, 16 // codes.element_size(), size <= tile.block,
+        codes is not weight, bias is not None, gated, device.overlaps, num_warps=tile.warps, **device.launch(),
     )  # fmt: skip
     return out
 
 
-def tile_of(count: int, size: int) -> Tile:
+def tile_of(count: int, size: int, each: int = 2) -> Tile:
     """Programs that fetch all of their weights before they wait leave the least gap between launches. For more tokens, or longer rows,
-    there is no room for that."""
+    there is no room for that. Of weights that have 1 byte each, twice as many are as many bytes on their way."""
+    more = 2 if each == 1 and count == 1 else 1
     if count > 1 or size > WHOLE:
-        return SEVERAL
+        return SEVERAL._replace(rows=more * SEVERAL.rows)
     block = max(256, triton.next_power_of_2(size))
-    return Tile(2, block, max(1, block // 512))
+    return Tile(2 * more, block, max(1, block // 512))
 
 
-def measured(device: Device, weights: Iterable[Tensor], clock: Clock) -> dict[Shape, int]:
+def measured(device: Device, weights: Iterable[Weight], clock: Clock) -> dict[Shape, int]:
     """Up to how many rows weights of each shape are streamed faster than torch multiplies them."""
-    alike: dict[Shape, list[Tensor]] = {}
+    alike: dict[Shape, list[Weight]] = {}
     for weight in weights:
         alike.setdefault(weight.shape, []).append(weight)
     return {shape: _most(device, same, clock) for shape, same in alike.items()}
 
 
-def _most(device: Device, weights: Sequence[Tensor], clock: Clock) -> int:
+def _most(device: Device, weights: Sequence[Weight], clock: Clock) -> int:
     """All weights of a shape, one after the other: none of them is still in a cache when its turn comes again."""
-    most = 0
+    most, some = 0, weights[0]
+    products = [product(device, weight, None) for weight in weights]
     for rows in ROWS:
-        x = torch.randn(rows, weights[0].shape[1], device=device.where).to(weights[0].dtype)
+        x = torch.randn(rows, some.shape[1], device=device.where).to(some.dtype if isinstance(some, Tensor) else torch.bfloat16)
         streamed = clock(lambda x=x: [stream(device, x, weight, None) for weight in weights])  # type: ignore[misc]
-        if streamed > clock(lambda x=x: [F.linear(x, weight) for weight in weights]):  # type: ignore[misc]
+        if streamed > clock(lambda x=x: [apply(x) for apply in products]):  # type: ignore[misc]
             break
         most = rows
     return most

@@ -1,13 +1,15 @@
 """What surrounds attention in a layer, on a GPU: one launch for each step."""
 
 import torch
-import triton
 from torch import Tensor
 
 from . import triton_ops as kernels
+from .fp8 import FP8, Weight, multiplied
 from .gpu import Device
 from .gpu_linear import GpuLinear
-from .ops import Activation, AddNorm, Apply, FusedOps, Linear
+from .gpu_tiles import power_of_two
+from .launch import Launches, kind_of
+from .ops import Activation, AddNorm, Apply, FusedOps, Linear, TorchOps
 
 GATE = 1024  # numbers that a program activates
 HEADS = 8  # written together
@@ -16,19 +18,21 @@ HEADS = 8  # written together
 class TritonOps(FusedOps):
     def __init__(self, device: Device) -> None:
         self._overlaps = device.overlaps
-        self._launch = device.launch()
+        self._launch, self._early = Launches(), device.launch()
+        self._writes_fp8 = device.where.type == "cpu" or multiplied(device.where)
 
     def add_rms_norm(self, weight: Tensor, eps: float) -> AddNorm:
         size = len(weight)
-        wide = triton.next_power_of_2(size)
+        wide = power_of_two(size)
         warps = max(1, min(16, wide // 512))
 
         def apply(x: Tensor, more: Tensor | None) -> Tensor:
             assert x.is_contiguous() and (more is None or more.is_contiguous())
             out = torch.empty_like(x)
-            kernels.add_norm[(len(x),)](
-                x, x if more is None else more, weight, out, eps, size, wide, more is not None, self._overlaps,
-                num_warps=warps, **self._launch,
+            tensors = x, x if more is None else more, weight, out
+            self._launch(
+                kernels.add_norm, (size, more is None, *kind_of(*tensors)), (len(x),), *tensors, eps,
+                size, wide, more is not None, self._overlaps, num_warps=warps, **self._early,
             )  # fmt: skip
             return out
 
@@ -42,21 +46,29 @@ class TritonOps(FusedOps):
             x = x.contiguous()
             size = x.shape[1] // 2
             out = x.new_empty(len(x), size)
-            kernels.silu_gate[(len(x), triton.cdiv(size, GATE))](x, out, size, GATE, self._overlaps, num_warps=4, **self._launch)
+            self._launch(
+                kernels.silu_gate, (size, *kind_of(x, out)), (len(x), -(-size // GATE)), x, out, size, GATE, self._overlaps,
+                num_warps=4, **self._early,
+            )  # fmt: skip
             return out
 
         return apply
 
-    def gated(self, linear: Linear, weight: Tensor, bias: Tensor | None, activation: Activation) -> Apply:
+    def gated(self, linear: Linear, weight: Weight, bias: Tensor | None, activation: Activation) -> Apply:
         plain = super().gated(linear, weight, bias, activation)
         return linear.gated(weight, bias, plain) if isinstance(linear, GpuLinear) and activation == "silu" else plain
 
+    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if k.dtype == FP8 and not self._writes_fp8:
+            return TorchOps.rotate_and_store(self, qkv, turn, slots, k, v)
+        return super().rotate_and_store(qkv, turn, slots, k, v)
+
     def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
         (count, both, size), heads, kv_heads = qkv.shape, turned.shape[1], k.shape[1]
-        kernels.rotate_and_store[(count, triton.cdiv(both, HEADS))](
-            qkv, torch.view_as_real(turn), slots, turned, k, v,
-            heads, kv_heads, size, turn.shape[-1], triton.next_power_of_2(-(-size // 2)), HEADS, self._overlaps,
-            num_warps=2, **self._launch,
+        tensors = qkv, torch.view_as_real(turn), slots, turned, k, v
+        self._launch(
+            kernels.rotate_and_store, (qkv.shape[1:], heads, turn.shape[-1], *kind_of(*tensors)), (count, -(-both // HEADS)), *tensors,
+            heads, kv_heads, size, turn.shape[-1], power_of_two(-(-size // 2)), HEADS, self._overlaps, num_warps=2, **self._early,
         )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from . import triton as kernels
@@ -24,6 +23,8 @@ PART = 2  # a part of one head, to write and to merge
 MERGE = 128  # to merge at all
 PAYS = 40_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones
 FEW = 4  # small tiles for each processor, up to which another launch costs more than it gains
+LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
+END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
 
 
 class Size(NamedTuple):
@@ -36,10 +37,13 @@ class Size(NamedTuple):
     many: bool = False  # a program takes one tile after the other
     crowd: int = 2  # programs that run on one processor at a time
     leaves: bool = False  # room for a small one beside it
+    exact: bool = False  # few keys at a time, and none that nobody sees; else they come in whole blocks
 
 
 # One program fills a processor, but for the registers and the memory that a program of small tiles needs beside it.
 LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, crowd=1, leaves=True)
+# One warp each, so that very many wait for memory at the same time.
+SHORT = Size(LEAST_ROWS, stages=3, warps=1, crowd=4, exact=True)
 
 
 def unsupported(geometry: Geometry, page_size: int) -> str | None:
@@ -55,15 +59,17 @@ def unsupported(geometry: Geometry, page_size: int) -> str | None:
 def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int) -> tuple[Size, Size]:
     """Large and small tiles that suit these reads. A plan with little to do takes one size, and one launch."""
     group, heads = geometry.heads // geometry.kv_heads, geometry.kv_heads
-    small = Size(max(LEAST_ROWS, triton.next_power_of_2(group)), crowd=4)
+    small = Size(max(LEAST_ROWS, power_of_two(group)), crowd=4)
     rows = np.diff(reads.query_starts) * group
     is_large = rows > small.rows
     work = int((rows * reads.tokens)[is_large].sum()) * heads
     narrow = dtype.itemsize == 2 and wide(geometry) <= 128
+    few = int((~is_large).sum()) * heads <= FEW * processors
+    if small.rows == SHORT.rows and not few and reads.tokens[~is_large].mean() <= END:
+        small = SHORT
     if narrow and work > PAYS * processors:
         return LARGEST, small
     large = Size(max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2))
-    few = int((~is_large).sum()) * heads <= FEW * processors
     return (large._replace(stages=3),) * 2 if narrow and work and few else (large, small)
 
 
@@ -72,8 +78,13 @@ def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:
     return min(most, page_size & -page_size)
 
 
+def power_of_two(least: int) -> int:
+    """Triton's own takes some microseconds."""
+    return 1 << max(0, least - 1).bit_length()
+
+
 def wide(geometry: Geometry) -> int:
-    return int(triton.next_power_of_2(max(LEAST_KEYS, geometry.head_dim)))
+    return power_of_two(max(LEAST_KEYS, geometry.head_dim))
 
 
 class Tiles(NamedTuple):
@@ -139,6 +150,8 @@ def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry
     across = -(-queries // pairs)
     slow = 1 + size.leaves * len(which) / max(1, int(across.sum()))  # what only one tile asks for comes no faster than what others fetch
     keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size.crowd, processors, slow, meanwhile)
+    if meanwhile and len(which) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
+        keys += int(min(LEAN * meanwhile, keys / 4)) // SHORTEST * SHORTEST
     count = across * -(-tokens // keys)
     owner = np.repeat(np.arange(len(which)), count)
     local = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)

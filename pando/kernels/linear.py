@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import fp8
+from .fp8 import Scaled, Weight
 from .native import Library, native_linear
 from .ops import Apply
 from .timing import seconds
@@ -35,7 +37,9 @@ class CpuLinear:
         self.chosen = _choose(found)  # by the number of rows
         self.without_copies = _choose({rows: {k: v for k, v in times.items() if k != "packed"} for rows, times in found.items()})
 
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Apply:
+    def __call__(self, weight: Weight, bias: Tensor | None) -> Apply:
+        if isinstance(weight, Scaled):
+            return fp8.linear(weight, bias)
         chosen = dict(self.chosen)
         if "packed" in chosen.values() and set(chosen.values()) != {"packed"}:
             if weight.nbytes > self.spare:

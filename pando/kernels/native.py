@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .cpu import Run, Square, split_own
-from .ops import Activation, Apply, FusedOps
+from .ops import Activation, Apply, FusedOps, TorchOps
 from .reads import Reads, joined
 from .reference import Geometry
 from .tiling import Left, Tiling
@@ -175,6 +175,12 @@ class NativeOps(FusedOps):
             return y
 
         return apply
+
+    def rotate_and_store(self, qkv: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """C knows no pool of another dtype than the model's: torch writes that."""
+        if k.dtype != qkv.dtype:
+            return TorchOps.rotate_and_store(self, qkv, turn, slots, k, v)
+        return super().rotate_and_store(qkv, turn, slots, k, v)
 
     def turn_and_store(self, qkv: Tensor, turn: Tensor, slots: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> None:
         count, heads, size = turned.shape

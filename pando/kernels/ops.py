@@ -7,11 +7,12 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fp8 import Weight, store
 from .rope import rotate
 
 Apply = Callable[[Tensor], Tensor]
 AddNorm = Callable[[Tensor, Tensor | None], Tensor]  # the norm of a stream, to which what is given is added first, in place
-Linear = Callable[[Tensor, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
+Linear = Callable[[Weight, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 ACTIVATIONS: dict[Activation, Apply] = {
@@ -51,7 +52,7 @@ class TorchOps:
 
         return gated
 
-    def gated(self, linear: Linear, weight: Tensor, bias: Tensor | None, activation: Activation) -> Apply:
+    def gated(self, linear: Linear, weight: Weight, bias: Tensor | None, activation: Activation) -> Apply:
         """[T, C] to [T, I]: a linear map to [T, 2I], and its gate."""
         up, gate = linear(weight, bias), self.gate(activation)
         return lambda x: gate(up(x))
@@ -65,8 +66,8 @@ class TorchOps:
         turned = q
         if turn is not None:
             turned, key = rotate(qkv[:, : heads + kv_heads], turn).split((heads, kv_heads), dim=1)
-        k.index_copy_(0, slots, key)
-        v.index_copy_(0, slots, value)
+        store(k, slots, key)
+        store(v, slots, value)
         return q, turned
 
 

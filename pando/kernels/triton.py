@@ -1,7 +1,8 @@
 """The GPU kernels of attention: a plan's tiles, the merge of their parts, and pages that come from host memory.
 
 A tile is a run of keys and the packed queries that look at it: pairs of a read and a query, each with the G heads of a key's group. Keys
-come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up. Weights are powers of 2 inside a kernel;
+come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up; in short tiles one by one, so that none
+comes that nobody sees. Weights are powers of 2 inside a kernel;
 a part leaves it as (answer, lse), fp32, with the natural logarithm. What changes from step to step, how many keys each pair sees, `begin`
 computes on the device, once for all layers.
 """
@@ -37,10 +38,11 @@ def begin(positions, tiles, counts, reader, base, room, seen, ahead, PAIRS: tl.c
 @triton.jit
 def _look(
     q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tile, head,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile for one kv head. WIDE is D, made a power of two: what a block holds beyond D meets zeros, or is not stored."""
+    """One tile for one kv head. WIDE is D, made a power of two: what a block holds beyond D meets zeros, or is not stored. k and v are
+    descriptors of the pool; EXACT, pointers to it."""
     first = tl.load(tile)
     start = tl.load(tile + 1)
     full = tl.load(tile + 2)
@@ -62,28 +64,39 @@ def _look(
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     last = (tl.maximum(end, 1) - 1) // PAGE
     page = tl.load(pages + first + tl.minimum(start // PAGE, last))
-    for at in tl.range(start, full, KEYS, num_stages=STAGES):
-        slot = page * PAGE + at % PAGE
-        page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))  # a block early: the descriptor need not wait for it
-        score = tl.dot(x, k.load([slot, head * D]).T, input_precision=PRECISION)
-        if ALIBI:
-            score = score * scale + slope[:, None] * (offset[:, None] + (at + keys)[None, :]).to(tl.float32)
-            top = tl.maximum(peak, tl.max(score, 1))
-            weight = tl.exp2(score - top[:, None])
-        else:
-            top = tl.maximum(peak, tl.max(score, 1) * scale)
-            weight = tl.exp2(score * scale - top[:, None])
-        shrink = tl.exp2(peak - top)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(x.dtype), v.load([slot, head * D]), acc, input_precision=PRECISION)
-        peak = top
+    if EXACT:
+        full = start
+    else:
+        for at in tl.range(start, full, KEYS, num_stages=STAGES):
+            slot = page * PAGE + at % PAGE
+            page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))  # a block early: the descriptor need not wait for it
+            score = tl.dot(x, k.load([slot, head * D]).to(x.dtype).T, input_precision=PRECISION)
+            if ALIBI:
+                score = score * scale + slope[:, None] * (offset[:, None] + (at + keys)[None, :]).to(tl.float32)
+                top = tl.maximum(peak, tl.max(score, 1))
+                weight = tl.exp2(score - top[:, None])
+            else:
+                top = tl.maximum(peak, tl.max(score, 1) * scale)
+                weight = tl.exp2(score * scale - top[:, None])
+            shrink = tl.exp2(peak - top)
+            total = total * shrink + tl.sum(weight, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weight.to(x.dtype), v.load([slot, head * D]).to(x.dtype), acc, input_precision=PRECISION)
+            peak = top
     if full < end:
         limit = tl.load(seen + mine, mask=real, other=0)
-        for at in tl.range(full, end, KEYS, num_stages=1):
-            slot = tl.load(pages + first + at // PAGE) * PAGE + at % PAGE
+        for at in tl.range(full, end, KEYS, num_stages=STAGES if EXACT else 1):
+            slot = page * PAGE + at % PAGE
+            page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))
             j = at + keys
-            score = tl.dot(x, k.load([slot, head * D]).T, input_precision=PRECISION) * scale
+            if EXACT:
+                spot = (slot + keys).to(tl.int64)[:, None] * (K * D) + head * D + dims[None, :]
+                there = (j < end)[:, None] & whole[None, :]
+                key = tl.load(k + spot, mask=there, other=0.0)
+                value = tl.load(v + spot, mask=there, other=0.0)
+            else:
+                key = k.load([slot, head * D])
+            score = tl.dot(x, key.to(x.dtype).T, input_precision=PRECISION) * scale
             if ALIBI:
                 score += slope[:, None] * (offset[:, None] + j[None, :]).to(tl.float32)
             score = tl.where(j[None, :] < limit[:, None], score, float("-inf"))
@@ -92,7 +105,8 @@ def _look(
             weight = tl.exp2(score - safe[:, None])
             shrink = tl.exp2(peak - safe)
             total = total * shrink + tl.sum(weight, 1)
-            value = tl.where((j < end)[:, None], v.load([slot, head * D]), 0.0)  # what nobody sees may hold anything, even NaN
+            if not EXACT:
+                value = tl.where((j < end)[:, None], v.load([slot, head * D]), 0.0)  # what nobody sees may hold anything, even NaN
             acc = tl.dot(weight.to(x.dtype), value.to(x.dtype), acc * shrink[:, None], input_precision=PRECISION)
             peak = top
     empty = total == 0.0
@@ -110,7 +124,7 @@ def _look(
 def look(
     q, k, v, slopes, tiles, counts, pages, query, seen, ahead, places, parts, lses, out, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
     LARGE: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """The large tiles of a plan, or the small ones behind them. MANY: a program takes one tile after the other.
@@ -131,14 +145,14 @@ def look(
         for i in tl.range(low + tl.program_id(0), high, tl.num_programs(0)):
             _look(
                 q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
-                H, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, ALIBI, PRECISION,
+                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
             )  # fmt: skip
     else:
         i = low + tl.program_id(0)
         if i < high:
             _look(
                 q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
-                H, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, ALIBI, PRECISION,
+                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
             )  # fmt: skip
     if AFTER:  # noqa: SIM102
         if tl.program_id(0) == tl.num_programs(0) - 1:

@@ -53,15 +53,16 @@ def silu_gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.cons
 
 @triton.jit
 def few_rows(
-    x, weight, bias, out, count, outputs, inputs,
+    x, weight, scales, bias, out, count, outputs, inputs,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ONCE: tl.constexpr,
-    BIASED: tl.constexpr, GATED: tl.constexpr, OVERLAPS: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Some of the outputs of a linear map, for all tokens, which are at most TOKENS.
 
     All weights pass through once, and nothing is as slow as that: a block of them is fetched while the one before it is multiplied, the
     first before this launch has any input. ONCE: it is the only one. A thread adds up the GROUP products of what it fetches in one go; all
-    others are added at the end. GATED: weights of gates come before those of what they let through; the rows of a pair are neighbours here.
+    others are added at the end. SCALED: weights have 8 bits, and each row has a scale. GATED: weights of gates come before those of what
+    they let through; the rows of a pair are neighbours here.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -85,6 +86,8 @@ def few_rows(
         y = tl.load(given + k, mask=mine & (k + dims < inputs)[None, None, :], other=0.0).to(tl.float32)
         acc += tl.sum(tl.reshape(now * y, [TOKENS, ROWS, BLOCK // GROUP, GROUP]), 3)
     answer = tl.sum(acc, 2)
+    if SCALED:
+        answer *= tl.load(scales + rows, mask=output < outputs, other=0.0)[None, :]
     if BIASED:
         answer += tl.load(bias + rows, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     answer = answer.to(out.dtype.element_ty)
@@ -93,6 +96,25 @@ def few_rows(
         answer = _gated(gate, other)
         output = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     tl.store(out + tokens[:, None] * outputs + output[None, :], answer, mask=(tokens < count)[:, None] & (output < outputs)[None, :])
+
+
+@triton.jit
+def round_rows(x, codes, scales, C: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr):
+    """One token's numbers in 8 bits, and their scale. WIDE is C, made a power of two."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    y = tl.load(x + token * C + dims, mask=dims < C, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(y), 0) / 448.0, 1.1754943508222875e-38)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(codes + token * C + dims, _in_8_bits(y / scale), mask=dims < C)
+    tl.store(scales + token, scale)
+
+
+@triton.jit
+def _in_8_bits(x):
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -119,5 +141,7 @@ def rotate_and_store(
     y = y.to(x.dtype)
     is_query, is_value = (heads < H)[:, None, None], (heads >= H + K)[:, None, None]
     tl.store(turned + (token * H + heads)[:, None, None] * D + dims[None], y, mask=real & is_query)
+    if k.dtype.element_ty == tl.float8e4nv:
+        y = _in_8_bits(y.to(tl.float32))
     tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
     tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)

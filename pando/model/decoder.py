@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import fp8
+from ..kernels.fp8 import Scaled, Weight
 from ..kernels.ops import ACTIVATIONS, AddNorm, Apply, Linear, TorchOps, add_norm
 from ..kernels.reference import Geometry, alibi_slopes
 from ..kernels.rope import frequencies, turns
@@ -39,7 +41,9 @@ class Pool(Protocol):
         ...
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None) -> Apply:
+def plain_linear(weight: Weight, bias: Tensor | None) -> Apply:
+    if isinstance(weight, Scaled):
+        return fp8.linear(weight, bias)
     return partial(F.linear, weight=weight, bias=bias)
 
 

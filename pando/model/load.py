@@ -3,14 +3,16 @@
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import BadModelFile, InvalidOption
-from ..kernels import native
+from ..kernels import fp8, native
+from ..kernels.fp8 import FP8, Scaled
 from ..kernels.linear import CpuLinear, fastest_dtype
 from ..kernels.native import Library, NativeOps, Unavailable
 from ..kernels.ops import Linear, TorchOps
@@ -35,15 +37,31 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     library: Library | None = None  # compiled kernels
+    rounded_states: bool = False  # K and V are held in 8 bits
+
+    @property
+    def states(self) -> torch.dtype:
+        """What K and V are held in."""
+        return FP8 if self.rounded_states else self.dtype
+
+    def with_states(self, kv_dtype: str) -> "Model":
+        """The same with K and V held so, under another name: what one has written no other may read."""
+        if kv_dtype != "fp8" or self.rounded_states:
+            return self
+        return replace(self, digest=self.digest + b" states in fp8, scale 1", rounded_states=True)
 
 
-def load(name: str, *, device: str, dtype: str, compiled: bool = True) -> Model:
+def load(name: str, *, device: str, dtype: str, compiled: bool = True, quantization: str = "none") -> Model:
+    """`quantization`: fp8 holds the linear maps of the layers in 8 bits."""
     files = resolve(name)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
     config = ModelConfig.from_hf(_read(files.config))
-    weights = load_weights(files.weights, config, kind, place)
-    tokenizer, named = Tokenizer.from_directory(files.directory), digest(files.weights, config) + str(kind).encode()
+    shelf = Shelf.of_user(shown=True)
+    log.info("loading %s: %.1f GiB of weights", files.directory, sum(path.stat().st_size for path in files.weights) / 2**30)
+    with shelf.bar("loading") as report:
+        weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8")
+    tokenizer, named = Tokenizer.from_directory(files.directory), digest(files.weights, config, shelf.sha256_of) + str(kind).encode()
     return assembled(config, weights, tokenizer, named, kind, place, compiled=compiled)
 
 
@@ -53,6 +71,12 @@ def assembled(
     """A model from its parts, with the fastest kernels that its device has."""
     library = _library(kind) if compiled and place.type == "cpu" else None
     linear, ops = _on_cpu(weights, place, library) if place.type == "cpu" else _on_gpu(weights, kind, place)
+    if isinstance(weights.layers[0].qkv, Scaled):
+        digest += b" weights in fp8"
+        if not fp8.multiplied(place) or linear is plain_linear:
+            log.warning(
+                "weights in fp8 save memory here, but no time: nothing here multiplies them as they are; better take --quantization none"
+            )
     return Model(
         config=config,
         decoder=Decoder(config, weights, linear, ops),
@@ -65,7 +89,8 @@ def assembled(
 
 
 def _on_cpu(weights: Weights, place: torch.device, library: Library | None) -> tuple[Linear, TorchOps]:
-    linear = CpuLinear([layer.up for layer in weights.layers], free_memory(place) // 8, library)
+    samples = [layer.up for layer in weights.layers if isinstance(layer.up, Tensor)]
+    linear = CpuLinear(samples or [weights.head], free_memory(place) // 8, library)
     return linear, TorchOps() if library is None else NativeOps(library)
 
 
@@ -77,7 +102,8 @@ def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[L
         device = Device.of(place)
         gpu_ops.probe(device, kind)
         maps = [*(each for layer in weights.layers for each in (layer.qkv, layer.o, layer.up, layer.down)), weights.head]
-        most = gpu_linear.measured(device, maps, gpu_linear.replayed)
+        streamed = [each for each in maps if isinstance(each, Tensor) or fp8.multiplied(place)]
+        most = gpu_linear.measured(device, streamed, gpu_linear.replayed)
     except ImportError:  # attention says so
         return plain_linear, TorchOps()
     except Exception as error:  # a compiler and a driver raise whatever they like

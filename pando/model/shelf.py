@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,7 @@ class Shelf:
     @contextmanager
     def making(self, target: Path) -> Iterator[Path | None]:
         """A workshop whose folder `model` becomes `target` if the block succeeds; None if another process made it while this one waited."""
-        self.models.mkdir(parents=True, exist_ok=True)
-        with self._alone():
+        with self._alone(self.models, "another process is fetching or converting a model; waiting for it"):
             self._sweep()
             if self.holds(target):
                 yield None
@@ -70,23 +69,25 @@ class Shelf:
             shutil.rmtree(left, ignore_errors=True)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One process at a time makes a model here. The lock belongs to the open file, so it ends with the process, however that ends."""
+    def _alone(self, folder: Path, if_not: str = "") -> Iterator[None]:
+        """One process at a time changes a folder. The lock belongs to the open file, so it ends with the process, however that ends."""
         import fcntl
 
-        with (self.models / ".lock").open("w") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self.say("another process is fetching or converting a model; waiting for it")
+                self.say(if_not)
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def sha256_of(self, path: Path) -> str:
-        """Of a file's content; read again only when its size or time of change differ from the last time."""
+        """Of a file's content; read again only when its size, its times or the file itself differ from the last time. The time of the last
+        change of anything is looked at, too, since nobody can set it: who copies a file may keep the other."""
         path = path.resolve()
         stat = path.stat()
-        seen = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        seen = _seen(stat)
         kept = self._remembered("files").get(str(path))
         if isinstance(kept, dict) and seen.items() <= kept.items() and isinstance(kept.get("sha256"), str):
             return str(kept["sha256"])
@@ -95,7 +96,9 @@ class Shelf:
             while piece := file.read(_PIECE):
                 total.update(piece)
                 report(file.tell(), stat.st_size)
-        self._remember("files", str(path), {**seen, "sha256": total.hexdigest()})
+        if _seen(path.stat()) == seen:  # else somebody wrote to it meanwhile
+            with suppress(OSError):  # a folder that nobody may write to costs time, and nothing else
+                self._remember("files", str(path), {**seen, "sha256": total.hexdigest()})
         return total.hexdigest()
 
     def snapshot(self, key: str) -> Path | None:
@@ -113,25 +116,24 @@ class Shelf:
         return found if isinstance(found, dict) else {}
 
     def _remember(self, kind: str, key: str, value: Any) -> None:
-        self.models.mkdir(parents=True, exist_ok=True)
-        with self._alone():
-            text = json.dumps({**self._remembered(kind), key: value}, indent=2)
+        with self._alone(self.home):
+            known = {name: each for name, each in self._remembered(kind).items() if kind != "files" or Path(name).exists()}
             fresh = self.home / f".{kind}.json"
-            fresh.write_text(text + "\n", encoding="utf-8")
+            fresh.touch(0o600)
+            fresh.write_text(json.dumps({**known, key: value}, indent=2) + "\n", encoding="utf-8")
             fresh.replace(self.home / f"{kind}.json")
 
     def say(self, text: str) -> None:
-        if self.shown:
+        if self.shown and text:
             print(f"pando: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
     def bar(self, title: str) -> Iterator[Progress]:
-        """A progress bar on a terminal, silence elsewhere."""
-        if not self.shown or not sys.stderr.isatty():
+        """A progress bar on a terminal, silence elsewhere, and where there is nothing to draw it with."""
+        tqdm = _tqdm() if self.shown and sys.stderr.isatty() else None
+        if tqdm is None:
             yield lambda done, total: None
             return
-        from tqdm import tqdm
-
         with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False) as bar:
 
             def report(done: int, total: int) -> None:
@@ -139,6 +141,19 @@ class Shelf:
                 bar.update(done - bar.n)
 
             yield report
+
+
+def _tqdm() -> Any:
+    """None on a host that has only what computing needs."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm
+
+
+def _seen(stat: os.stat_result) -> dict[str, int]:
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 
 def _sync_directory(path: Path) -> None:

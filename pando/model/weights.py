@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import BadModelFile, ModelNotFound, UnsupportedModel
+from ..kernels.fp8 import Weight, scaled
 from ..kernels.rope import interleave
 from .config import ModelConfig
 from .names import Shape, expected_tensors, names_of
@@ -35,13 +36,13 @@ class Norm(NamedTuple):
 class LayerWeights:
     attn_norm: Norm
     mlp_norm: Norm | None  # None: the MLP reads what attention reads
-    qkv: Tensor  # [(H + 2K) * D, C]: all query heads, all key heads, all value heads; rotated pairs adjacent
+    qkv: Weight  # [(H + 2K) * D, C]: all query heads, all key heads, all value heads; rotated pairs adjacent
     qkv_bias: Tensor | None
-    o: Tensor  # [C, H * D]
+    o: Weight  # [C, H * D]
     o_bias: Tensor | None
-    up: Tensor  # [2I, C], gate rows first, or [I, C]
+    up: Weight  # [2I, C], gate rows first, or [I, C]
     up_bias: Tensor | None
-    down: Tensor  # [C, I]
+    down: Weight  # [C, I]
     down_bias: Tensor | None
     q_norm: Norm | None
     k_norm: Norm | None
@@ -64,21 +65,28 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 def load_weights(
-    files: Sequence[Path], config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    files: Sequence[Path],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    fp8: bool = False,
 ) -> Weights:
+    """`fp8`: the linear maps of the layers in 8 bits, each as soon as it is read, so that no more than one of them is there in `dtype`."""
     with ExitStack() as stack:
         checkpoint = _Checkpoint(files, stack)
         checkpoint.check(dict(expected_tensors(config)), config.tied_head)
-        return _Loader(checkpoint, config, dtype, device, progress).load()
+        return _Loader(checkpoint, config, dtype, device, progress, fp8=fp8).load()
 
 
-def digest(files: Sequence[Path], config: ModelConfig) -> bytes:
-    """SHA-256 over the facts of the config and every byte of the files: equal digests, equal answers."""
+def digest(files: Sequence[Path], config: ModelConfig, sha256_of: Callable[[Path], str]) -> bytes:
+    """SHA-256 over the facts of the config and every byte of the files: equal digests, equal answers. `sha256_of` may remember what it has
+    read before, in hexadecimal."""
     total = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
     for path in sorted(files, key=lambda path: path.name):
         try:
-            with path.open("rb") as file:
-                total.update(hashlib.file_digest(file, "sha256").digest())
+            total.update(bytes.fromhex(sha256_of(path)))
         except OSError as error:
             raise BadModelFile(f"{path} cannot be read: {error}") from error
     return total.digest()
@@ -131,9 +139,16 @@ class _Checkpoint:
 
 class _Loader:
     def __init__(
-        self, checkpoint: _Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
+        self,
+        checkpoint: _Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        *,
+        fp8: bool,
     ) -> None:
-        self.checkpoint, self.config, self.dtype, self.device = checkpoint, config, dtype, device
+        self.checkpoint, self.config, self.dtype, self.device, self.fp8 = checkpoint, config, dtype, device, fp8
         self.names = names_of(config)
         self.progress = progress or (lambda done, total: None)
         self.done, self.total = 0, sum(prod(shape) for _, shape in expected_tensors(config)) * dtype.itemsize
@@ -174,9 +189,9 @@ class _Loader:
             k_norm=self._head_norm(at + "self_attn.k_norm") if config.qk_norm else None,
         )
 
-    def _linear(self, names: list[str], bias: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def _linear(self, names: list[str], bias: bool, order: Tensor | None = None) -> tuple[Weight, Tensor | None]:
         weight = self._join([name + ".weight" for name in names], order, self.names.transposed)
-        return weight, self._join([name + ".bias" for name in names], order) if bias else None
+        return scaled(weight) if self.fp8 else weight, self._join([name + ".bias" for name in names], order) if bias else None
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._join([name + ".weight"]), self._join([name + ".bias"]) if self.config.norm_bias else None)

@@ -148,13 +148,15 @@ class Running:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{port}"
         key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
-        facts = service.facts
+        facts, engine = service.facts, service.engine_config
+        rounded = "  weights in fp8" if engine.quantization == "fp8" else ""
+        kept = " in fp8" if engine.kv_dtype == "fp8" else ""
         body = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
         if host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
             self._journal.warning("no --api-key: everyone who reaches this address may use it", host=host)
         print(
-            f"{service.name}  context {facts['max_model_len']} tokens\n"
-            f"KV cache  {facts['pool_tokens']} tokens, {facts['pool_bytes'] / 2**30:.2f} GiB\n"
+            f"{service.name}  context {facts['max_model_len']} tokens{rounded}\n"
+            f"KV cache  {facts['pool_tokens']} tokens, {facts['pool_bytes'] / 2**30:.2f} GiB{kept}\n"
             f"listening on {address}  (docs: {address}/docs)\n\n"
             f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d {shlex.quote(body)}\n",
             flush=True,

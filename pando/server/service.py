@@ -103,7 +103,10 @@ class Ticket:
             self.open_answers -= sum(event.finish_reason is not None for event in events)
             if any(event.finish_reason == "error" for event in events):
                 self.outcome = "failed"
-                raise Lost("the model answered no number that a token could be chosen by; try again, or use another dtype")
+                raise Lost(
+                    "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use "
+                    "another dtype"
+                )
             yield [(self.names[event.request_id], event) for event in events]
 
 
@@ -356,6 +359,7 @@ def _request(name: str, prompt: Prompt, asked: Asked, tenant: Tenant) -> Request
 
 def _prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """Computes what all tenants share, and keeps it; and one token in any case, so that the first client does not wait for a cold start."""
+    engine.warm_up()
     warm = [*prompts, engine.model.tokenizer.encode("Hello")]
     for place, tokens in enumerate(warm):
         engine.add(Request(f"start/{place}", tokens, SamplingParams(temperature=0, max_tokens=1), PUBLIC))

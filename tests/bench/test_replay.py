@@ -209,6 +209,18 @@ def test_the_engines_truncation_moves_what_is_left_of_a_conversation() -> None:
     assert all(turn.found < turn.prompt for turn in moved.served)
 
 
+def test_a_conversation_that_was_cut_brings_up_no_more_than_it_reads() -> None:
+    said = sharegpt(Shape(30, rate=4, think=20), seed=5)
+    machine, clock = replace(LLAMA, window=4096, batch=4, pool=26_000), Clock()
+    pages = {"host": machine.pages(4 * GIB), "disk": machine.pages(400 * GIB)}
+    rates = {"host": machine.host_rate, "disk": machine.disk_rate}
+    store = simulated_store(clock, POLICIES["lookahead"], machine.kv_bytes, machine.page, pages, rates, machine.prefill_rate)
+    outcome = Replay(machine, said, clock, store).run()
+    read = sum(turn.host + turn.disk for turn in outcome.served)
+    assert 0.2 * sum(turn.prompt for turn in outcome.served) < read
+    assert sum(store.counts.loaded.values()) < 1.1 * read, "but for who had to stop, and began again"
+
+
 # ---- Belady's optimum
 
 

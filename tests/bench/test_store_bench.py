@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from pando.bench import codecs, preload, returning, saving, store
+from pando.bench import codecs, preload, returning, rounding, saving, store
 from pando.bench.preload import AHEAD, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
+from pando.bench.random_model import random_model
 from pando.bench.returning import Returning
 from pando.bench.saving import Saving
 from pando.bench.trial import Size, ask, drawn, opened
@@ -142,6 +144,16 @@ def test_rounding_takes_less_and_is_told_from_exact(model: Model, tmp_path: Path
     assert all("128 tokens loaded" in result.note for result in (none, fp8, int8))
     with pytest.raises(InvalidOption, match="give a longer one with --text"):
         codecs.compare_codecs(model, "short", codecs.QUICK, tmp_path / "other")
+
+
+def test_8_bits_are_the_nearer_the_less_has_them(tmp_path: Path) -> None:
+    def load(quantization: str) -> Model:
+        return random_model("tiny", torch.device("cpu"), torch.float32, compiled=False, quantization=quantization)
+
+    plain, weights, rows, states, both = rounding.compare_fp8(load("none"), load, TEXT, rounding.Passage(before=100, judged=40))
+    assert plain.ours > 1
+    assert 0 < weights.ours < rows.ours < both.ours and 0 < states.ours < both.ours
+    assert "of 40, perplexity" in both.note
 
 
 def test_the_command_runs_without_a_file_writes_its_samples_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from pando.bench.random_model import dressed, random_weights
 from pando.bench.throughput import command, decode, grid, relay
 from pando.bench.throughput.chunk import Crowd
 from pando.bench.throughput.chunk import promises as of_crowds
-from pando.bench.throughput.decode import LEAST, WARM, Pace, Passes, Replays, Unsteady, Window
+from pando.bench.throughput.decode import LEAST, WARM, Pace, Passes, Replays, Unsteady, Window, _full_steps
 from pando.bench.throughput.grid import Cell, behind, room
 from pando.bench.throughput.relay import Load, knee, of_jobs, of_services
 from pando.bench.throughput.report import Report
@@ -129,6 +131,9 @@ def test_a_gpu_is_idle_between_captured_steps() -> None:
     assert watch.idle() is None
     watch._spans = [(FakeEvent(4 * step), FakeEvent(4 * step + 3)) for step in range(5)]  # type: ignore[misc]
     assert watch.idle() == pytest.approx(0.25)
+    watch.skip()  # a step of a kind that is captured only now
+    watch._spans += [(FakeEvent(step), FakeEvent(step + 1)) for step in (100, 102)]  # type: ignore[misc]
+    assert watch.idle() == pytest.approx(1 - (4 * 3 + 1) / (4 * 4 + 2))
     watch.begin()
     assert watch.idle() is None
 
@@ -143,6 +148,24 @@ def test_graphs_are_repeated_as_before_when_nobody_watches(monkeypatch: pytest.M
         torch.cuda.CUDAGraph.replay(graph)  # type: ignore[arg-type]
     torch.cuda.CUDAGraph.replay(graph)  # type: ignore[arg-type]
     assert replayed == [graph] * 3 and len(watch._spans) == 2
+
+
+class Capturing:
+    """An engine of which every fourth step is not repeated."""
+
+    def __init__(self) -> None:
+        self.graphs, self.has_work, self.steps = SimpleNamespace(replays=0), True, 0
+
+    def step(self) -> list[int]:
+        self.steps += 1
+        self.graphs.replays += self.steps % 4 != 0
+        return [1, 2]
+
+
+def test_steps_that_are_captured_only_now_do_not_count() -> None:
+    watch = Replays()
+    assert len(_full_steps(Capturing(), 2, 8, watch)) == 5  # type: ignore[arg-type]
+    assert watch._spans == [None, None]
 
 
 class Recorded:
@@ -162,6 +185,18 @@ def test_the_floor_of_attention_is_that_of_all_layers(setting: Setting) -> None:
 def test_what_is_multiplied_is_what_is_read(setting: Setting) -> None:
     assert setting.weight_bytes == 4 * (2 * (64 * 32 + 32 * 32 + 96 * 32 + 32 * 48) + 320 * 32)
     assert setting.read_ms() > 0 and setting.products_ms(2) > 0
+
+
+def test_floors_in_8_bits_are_those_of_fewer_bytes(setting: Setting) -> None:
+    place = torch.device("cpu")
+    config, weights = random_weights("tiny", place, torch.float32, 4096, quantization="fp8")
+    model = dressed("tiny", config, weights, compiled=False).with_states("fp8")
+    rounded = replace(setting, model=model, weights=weights, limits=Limits(place, 0.01, 1e9))
+    layer = (128 + 4 * 32) * 2 * 2 * 8 + 4 * 4 * 2 * 8 * 4  # K and V in bytes, and queries and answers in fp32
+    assert rounded.attention_ms(4, 128, 32) == pytest.approx(2 * layer / 0.01 / 1e9)
+    outputs = 64 + 32 + 96 + 32  # each has a scale
+    assert rounded.weight_bytes == 2 * (64 * 32 + 32 * 32 + 96 * 32 + 32 * 48 + 4 * outputs) + 4 * 320 * 32
+    assert rounded.products_ms(2) > 0
 
 
 # ---- requests that arrive
@@ -324,6 +359,13 @@ def test_steps_are_measured_with_one_row_and_with_many(tmp_path: Path) -> None:
     lines = run(tmp_path, "--only", "steps")["steps"]
     assert [(line["batch"], line["steps"]) for line in lines] == [(1, 3), (32, 3)]
     assert all(line["idle"] is not None for line in lines)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_steps_are_measured_in_8_bits(tmp_path: Path) -> None:
+    assert len(run(tmp_path, "--only", "steps", "--quantization", "fp8", "--kv-dtype", "fp8")["steps"]) == 2
+    facts = json.loads((tmp_path / "found.json").read_text())["machine"]
+    assert (facts["quantization"], facts["KV cache"]) == ("fp8", "torch.float8_e4m3fn")
 
 
 @pytest.mark.usefixtures("one_thread")

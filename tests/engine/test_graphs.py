@@ -15,7 +15,7 @@ from pando.kernels.reference import Geometry
 from pando.model.load import Model
 from tests.tiny import greedy, run, tiny_engine, tiny_model
 
-pytestmark = pytest.mark.usefixtures("overlap")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlap")]
 
 
 class Slow:
@@ -104,11 +104,9 @@ def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, cap
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_captured_steps_answer_as_others_do(dtype: torch.dtype) -> None:
-    from pando.bench.random_model import random_model
-
-    model = random_model("smollm2-135m", torch.device("cuda"), dtype)
+    model = tiny_model(size=64, device=torch.device("cuda"), dtype=dtype)
     asked = [Request(str(i), prompt(i % 3, 70 + 9 * i), greedy(20 + 5 * i)) for i in range(12)]
-    options = {"page_size": 64, "kv_cache_tokens": 16384, "max_num_batched_tokens": 512}
+    options = {"page_size": 16, "kv_cache_tokens": 16384, "max_num_batched_tokens": 512}
     plain = run(tiny_engine(model, cuda_graphs=False, **options), asked)
     engine = tiny_engine(model, **options)
     found = run(engine, asked)

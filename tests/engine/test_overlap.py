@@ -14,16 +14,19 @@ from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, TokenEvent
 from pando.model.load import Model
 
-from ..tiny import END, drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import CPU, END, drain, greedy, run, tiny_engine, tiny_model
 from .test_engine import Only
 
-PAGE = 4
+pytestmark = pytest.mark.gpu
+
 Events = dict[tuple[str, int], list[TokenEvent]]
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return tiny_model()
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def model(request: pytest.FixtureRequest) -> Model:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU, where steps overlap by themselves")
+    return tiny_model(size=8 if request.param == "cpu" else 64, device=torch.device(request.param))
 
 
 def prompt(seed: int, length: int = 11) -> list[int]:
@@ -80,11 +83,11 @@ def test_prompts_that_take_several_steps_overlap_too(model: Model, monkeypatch: 
     assert told(found) == told(run(tiny_engine(model), [Request("r", prompt(1, 30), greedy(3))]))
 
 
-def test_on_a_cpu_nothing_overlaps_unless_it_is_asked_for(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_on_a_gpu_steps_overlap_without_being_asked_to(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(model)
     log = watch(engine, monkeypatch)
     run(engine, [Request("r", prompt(1), greedy(6))])
-    assert log == ["ask", "read"] * 6
+    assert log == (["ask", "read"] * 6 if model.device == CPU else ["ask", *["ask", "read"] * 5, "read"])
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,47 @@ def test_a_row_that_waited_for_its_beginning_does_not_wait_for_one_behind_it_tha
     said = {event.request_id for _ in range(8) for event in engine.step()}
     assert said == {"runs", "trunk", "held"}
     assert len(drain(engine)["large", 0]) == 4
+
+
+def test_steps_overlap_beside_an_answer_whose_prompt_was_scored(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(model, overlap=True)
+    log = watch(engine, monkeypatch)
+    found = run(engine, [Request("scored", prompt(1), greedy(6), score=True), Request("free", prompt(2), greedy(6))])
+    assert log == ["ask", "read", "ask", *["ask", "read"] * 4, "read"], "only the step that scores is read first"
+    monkeypatch.undo()
+    alone = run(tiny_engine(model, overlap=False), [Request("scored", prompt(1), greedy(6), score=True)])["scored", 0]
+    assert [event.token for event in found["scored", 0]] == [event.token for event in alone]
+    assert len(alone[0].prompt_logprobs or ()) == 10
+    assert found["scored", 0][0].prompt_logprobs == pytest.approx(alone[0].prompt_logprobs, abs=1e-4)
+
+
+def test_rows_that_are_scored_and_lose_their_pages_are_told_the_same(model: Model) -> None:
+    requests = [Request(str(row), prompt(row, 20), greedy(25), score=row % 2 == 0) for row in range(4)]
+    expected = run(tiny_engine(model, overlap=False), requests)
+    for options in ({"kv_cache_tokens": 100}, {"kv_cache_tokens": 100, "max_num_batched_tokens": 7}):
+        engine = tiny_engine(model, overlap=True, **options)
+        found = run(engine, requests)
+        assert engine.stats().preemptions
+        for name, events in expected.items():
+            assert [event.token for event in found[name]] == [event.token for event in events]
+            scores = events[-1].prompt_logprobs
+            assert found[name][-1].prompt_logprobs == (pytest.approx(scores, abs=1e-4) if scores else scores)
+
+
+def test_a_row_has_room_as_soon_as_a_pin_runs_out(model: Model) -> None:
+    engine, now = tiny_engine(model, overlap=True, kv_cache_tokens=160), [0.0]
+    engine.scheduler.clock = lambda: now[0]
+    kept = Request("kept", prompt(1, 38), greedy(1))
+    run(engine, [kept])
+    engine.pin(kept.prompt, kept.tenant, 0, 5.0)
+    engine.add(Request("runs", prompt(2, 20), greedy(60)))
+    engine.step()
+    engine.add(Request("waits", prompt(3, 100), greedy(2)))
+    said = {event.request_id for _ in range(5) for event in engine.step()}
+    assert said == {"runs"}
+    now[0] = 6.0
+    engine.expire_pins()
+    assert "waits" in {event.request_id for _ in range(5) for event in engine.step()}
 
 
 # ---- the same answers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pando.engine import sizing
+from pando.engine import sampler, sizing
 from pando.engine.engine import Engine
 from pando.engine.request import Request
 from pando.engine.row import Schedule
@@ -17,7 +17,7 @@ from pando.engine.sizing import check_step, page_count
 from pando.errors import InvalidOption
 from pando.model.load import Model
 
-from ..tiny import greedy, run, tiny_config, tiny_engine, tiny_model
+from ..tiny import VOCAB, greedy, run, tiny_config, tiny_engine, tiny_model
 
 PAGE = 2 * 2 * 4 * 2 * 8 * 4  # bytes: K and V, 2 layers, 4 tokens, 2 heads of 8, float32
 
@@ -65,6 +65,32 @@ def test_a_step_that_does_not_fit_beside_the_cache_is_said_at_the_start() -> Non
     model = replace(engine.model, decoder=SimpleNamespace(forward=too_large))  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match=r"a step of 64 tokens and 16 rows does not fit .* lower gpu_memory_utilization \(it is 0.85\)"):
         check_step(model, tiny_config(), engine.pool)
+
+
+def test_a_step_whose_tokens_cannot_be_chosen_beside_the_cache_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a short list does not settle top_p, all rows are sorted while the next step is on its way."""
+    engine, sorted_rows, steps = tiny_engine(), list[int](), [0]
+    shortlist = sampler.shortlist
+
+    def sorting(x: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Any:
+        if width == VOCAB:
+            sorted_rows.append(len(x))
+            assert steps == [2], "it is asked for the next step before it reads this one"
+            raise torch.OutOfMemoryError
+        return shortlist(x, floor, top_k, top_p, width)
+
+    def counted(step: Any, pool: Any) -> Tensor:
+        steps[0] += 1
+        return torch.rand(len(step.wanted), VOCAB)
+
+    monkeypatch.setattr(sampler, "SHORTLIST", 16)
+    monkeypatch.setattr(sampler, "shortlist", sorting)
+    model = replace(engine.model, decoder=SimpleNamespace(forward=counted))  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="a step of 64 tokens and 16 rows does not fit"):
+        check_step(model, tiny_config(), engine.pool)
+    assert sorted_rows == [16]
+    monkeypatch.undo()
+    check_step(model, tiny_config(), engine.pool)
 
 
 def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:

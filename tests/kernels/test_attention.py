@@ -30,7 +30,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 class Case:
-    """Rows over shared runs, some of them moved, and their own tails; pages in order or scattered. What was never written is NaN."""
+    """Rows over shared runs, some of them moved, and their own tails; pages in order or scattered. What was never written is NaN. `shape`:
+    queries for each key head, the size of a head, and how many key heads there are, if not one."""
 
     def __init__(
         self,
@@ -38,15 +39,15 @@ class Case:
         positions: str,
         dtype: torch.dtype = torch.float32,
         decoding: bool = False,
-        shape: tuple[int, int] | None = None,
+        shape: tuple[int, ...] | None = None,
         tails: tuple[int, ...] = (0, 3, 4, 11, 63, 64, 65, 300),
         rows: int | None = None,
         page: int = PAGE,
     ) -> None:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
-        kv_heads = self.random.choice([1, 2, 3]) if shape is None else 1
-        group, size = shape or (self.random.choice([1, 3, 4, 7, 8]), self.random.choice([16, 64]))
+        kv_heads = self.random.choice([1, 2, 3]) if shape is None else (*shape, 1)[2]
+        group, size = shape[:2] if shape is not None else (self.random.choice([1, 3, 4, 7, 8]), self.random.choice([16, 64]))
         self.k, self.v = (torch.full((SLOTS, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2))
         freqs = frequencies(size, 1e4)[0] if positions == "rope" else None
         slopes = alibi_slopes(kv_heads * group) if positions == "alibi" else None

@@ -20,6 +20,8 @@ from pando.model.load import Model
 if TYPE_CHECKING:
     from pando.kernels.gpu import Device  # imports Triton
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 3, 17]

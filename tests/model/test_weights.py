@@ -1,8 +1,11 @@
 """Loading a checkpoint: whole, in shards, under other names; and every way a file can be wrong."""
 
+import gc
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pando.errors import BadModelFile, InputError, ModelNotFound, UnsupportedModel
+from pando.kernels.fp8 import Scaled, scaled
+from pando.model import weights
 from pando.model.config import ModelConfig
 from pando.model.hub import weight_files
 from pando.model.weights import Weights, digest, load_weights
@@ -56,6 +61,10 @@ def assert_equal(one: Weights, other: Weights) -> None:
         assert torch.equal(mine.qkv, theirs.qkv) and torch.equal(mine.o, theirs.o)
         assert torch.equal(mine.up, theirs.up) and torch.equal(mine.down, theirs.down)
         assert torch.equal(mine.attn_norm.weight, theirs.attn_norm.weight)
+
+
+def named(files: Sequence[Path], config: ModelConfig) -> bytes:
+    return digest(files, config, lambda path: hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_shards_give_what_the_single_file_gives(originals: dict[str, Path], tmp_path: Path) -> None:
@@ -170,13 +179,38 @@ def test_a_digest_names_the_weights_and_the_config_but_not_the_place(originals: 
     directory = originals["llama"]
     files, config = weight_files(directory), config_of(directory)
     same = change("llama", lambda tensors: tensors)
-    assert digest(weight_files(same), config) == digest(weight_files(same), config_of(same))
-    assert len(digest(files, config)) == 32
+    assert named(weight_files(same), config) == named(weight_files(same), config_of(same))
+    assert len(named(files, config)) == 32
     copy = Path(shutil.copytree(directory, same.parent / "copy"))
-    assert digest(weight_files(copy), config) == digest(files, config)
+    assert named(weight_files(copy), config) == named(files, config)
     content = bytearray((copy / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (copy / "model.safetensors").write_bytes(content)
-    assert digest(weight_files(copy), config) != digest(files, config)
+    assert named(weight_files(copy), config) != named(files, config)
     other = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()) | {"rms_norm_eps": 1e-5})
-    assert digest(files, other) != digest(files, config)
+    assert named(files, other) != named(files, config)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_maps_are_rounded_to_8_bits_one_by_one_and_nothing_else_is(
+    originals: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[weakref.ref[Tensor]] = []
+
+    def watched(weight: Tensor) -> Scaled:
+        gc.collect()
+        assert not any(ref() is not None for ref in given), "an earlier map is still there as it was read"
+        given.append(weakref.ref(weight))
+        return scaled(weight)
+
+    monkeypatch.setattr(weights, "scaled", watched)
+    files, config, plain = weight_files(originals[name]), config_of(originals[name]), load(originals[name])
+    found = load_weights(files, config, torch.float32, CPU, fp8=True)
+    assert len(given) == 4 * config.layers
+    assert torch.equal(found.embed, plain.embed) and torch.equal(found.head, plain.head)
+    for mine, whole in zip(found.layers, plain.layers, strict=True):
+        for part in ("qkv", "o", "up", "down"):
+            rounded, exact = getattr(mine, part), getattr(whole, part)
+            assert isinstance(rounded, Scaled) and torch.equal(rounded.codes.view(torch.uint8), scaled(exact).codes.view(torch.uint8))
+        assert torch.equal(mine.attn_norm.weight, whole.attn_norm.weight)
+        assert whole.qkv_bias is None or torch.equal(mine.qkv_bias, whole.qkv_bias)

@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from ...config import Device, DType, EngineConfig, Parser
+from ...config import Device, DType, EngineConfig, KVDType, Parser, Quantization
 from ...engine.costs import device_name
 from ...errors import InvalidOption
 from ...model.load import choose_device, choose_dtype
@@ -93,17 +93,19 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
     kind = choose_dtype(arguments.dtype, place)
     shape = arguments.shape or USUAL[place.type]
     positions = max(POSITIONS, max(arguments.prefixes) + 2 * max(arguments.new))
-    config, weights = random_weights(shape, place, kind, positions)
+    config, weights = random_weights(shape, place, kind, positions, quantization=arguments.quantization)
+    model = dressed(shape, config, weights).with_states(arguments.kv_dtype)
     limits = Limits(place, arguments.bandwidth, arguments.rate)
     facts = machine(torch.get_num_threads(), command)
     if not arguments.only or {"hydragen", "steps"} & set(arguments.only):
         name = str(kind).removeprefix("torch.")
         facts |= {"bandwidth TB/s": f"{limits.bandwidth:.3g}", "rate TFLOP/s": f"{limits.rate(name):.3g}"}
     facts |= {"model": f"random weights in the shape of {shape}", "device": device_name(place), "dtype": str(kind)}
+    facts |= {"quantization": arguments.quantization, "KV cache": str(model.states)}
     clock = Clock(place, arguments.repeats, 1 << 20 if arguments.quick else FLUSH)
     report = Report(facts, arguments.json)
     judged = place.type == "cuda" and not arguments.quick
-    return Setting(dressed(shape, config, weights), weights, limits, clock, report, arguments.seed, judged)
+    return Setting(model, weights, limits, clock, report, arguments.seed, judged)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -134,6 +136,8 @@ def _parser() -> Parser:
     parser.add_argument("--shape", choices=SHAPES, help=f"of the random weights ({', '.join(SHAPES)}; {USUAL['cuda']} on a GPU)")
     parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
     parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    parser.add_argument("--quantization", default=EngineConfig.quantization, choices=get_args(Quantization), help="of the weights (none)")
+    parser.add_argument("--kv-dtype", default=EngineConfig.kv_dtype, choices=get_args(KVDType), help="of the KV cache (auto: as --dtype)")
     parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the device, for the floors (measured)")
     parser.add_argument("--rate", type=float, metavar="TFLOP/S", help="of the device, for the floors (measured)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of products, reads and first tokens; medians count (7)")

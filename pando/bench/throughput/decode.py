@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -65,35 +66,46 @@ class Watch(Protocol):
         """What was seen until now does not count."""
         ...
 
+    def skip(self) -> None:
+        """Nor does what comes before the next step."""
+        ...
+
     def idle(self) -> float | None: ...
 
 
 def decode(engine: Engine, prompts: Sequence[Sequence[int]], window: Window, watch: Watch) -> Pace:
     """Steps in which every row gets a token. An engine may tell of a step when the next one runs already: only when tokens come is looked
-    at."""
+    at. Where steps are captured, those of a kind that is still to be captured do not count: it happens once."""
     params = SamplingParams(temperature=0, max_tokens=window.asked, ignore_eos=True)
     for row, prompt in enumerate(prompts):
         engine.add(Request(str(row), prompt, params))
     try:
-        _full_steps(engine, len(prompts), WARM)
+        _full_steps(engine, len(prompts), WARM, watch)
         watch.begin()
-        ms = _full_steps(engine, len(prompts), window.counted, window.seconds)
+        ms = _full_steps(engine, len(prompts), window.counted, watch, window.seconds)
     finally:
         for row in range(len(prompts)):
             engine.cancel(str(row))
     return Pace(len(prompts), tuple(ms), watch.idle())
 
 
-def _full_steps(engine: Engine, rows: int, count: int, seconds: float = float("inf")) -> list[float]:
+def _full_steps(engine: Engine, rows: int, count: int, watch: Watch, seconds: float = float("inf")) -> list[float]:
     begun = last = time.perf_counter()
     ms: list[float] = []
-    while len(ms) < count and (len(ms) < LEAST or last - begun < seconds):
+    full, was_captured = 0, True
+    while full < count and (len(ms) < LEAST or last - begun < seconds):
         if not engine.has_work:
-            raise Unsteady(f"after {len(ms)} of {count} steps nothing was left to do: the pool is too small for {rows} rows at once")
-        if len(engine.step()) == rows:  # whatever came between two of these belongs to the later one
+            raise Unsteady(f"after {full} of {count} steps nothing was left to do: the pool is too small for {rows} rows at once")
+        replays = engine.graphs.replays if engine.graphs is not None else None
+        told = len(engine.step())
+        is_captured = replays is None or engine.graphs is None or engine.graphs.replays > replays
+        if not is_captured:
+            watch.skip()
+        if told == rows:  # whatever came between two of these belongs to the later one
             now = time.perf_counter()
-            ms.append(1e3 * (now - last))
-            last = now
+            if is_captured and was_captured:
+                ms.append(1e3 * (now - last))
+            full, last, was_captured = full + 1, now, is_captured
     return ms
 
 
@@ -105,10 +117,13 @@ class Replays:
     what was not captured."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] = []  # None: what lies between does not count
 
     def begin(self) -> None:
         self._spans = []
+
+    def skip(self) -> None:
+        self._spans.append(None)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -129,12 +144,12 @@ class Replays:
 
     def idle(self) -> float | None:
         """The share of the time; None where steps were not captured."""
-        if len(self._spans) < 2:
+        pairs = [(one, other) for one, other in pairwise(self._spans) if one is not None and other is not None]
+        if not pairs:
             return None
-        (_, first), (_, last) = self._spans[0], self._spans[-1]
-        last.synchronize()
-        work: float = sum(start.elapsed_time(end) for start, end in self._spans[1:])
-        return max(0.0, 1 - work / float(first.elapsed_time(last)))
+        pairs[-1][1][1].synchronize()
+        work: float = sum(start.elapsed_time(end) for _, (start, end) in pairs)
+        return max(0.0, 1 - work / sum(float(before.elapsed_time(end)) for (_, before), (_, end) in pairs))
 
 
 def _replay_by(replay: Callable[[torch.cuda.CUDAGraph], None]) -> None:
@@ -158,6 +173,9 @@ class Passes(Decoder):
 
     def begin(self) -> None:
         self._spans = []
+
+    def skip(self) -> None:
+        """Nothing is captured on a CPU."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from ..traffic import read_lengths
 from ..trial import drawn
 from .options import rates, whole_numbers
 from .report import at_least, number
-from .service import Served, jobs_of, lengths_of, serve, warm
+from .service import Job, Served, jobs_of, lengths_of, serve, warm
 from .setting import FLAT, SHARED, Setting, engine_config
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def _job(setting: Setting, arguments: argparse.Namespace, mode: str, engine: Eng
         system = drawn(engine.model, f"{setting.seed} system", length)
         warm(engine, system, arguments.rows)
         jobs = jobs_of(system, lengths, math.inf, engine.model.config.vocab_size, setting.seed)
+        _rehearse(engine, jobs[: arguments.rows * 5 // 4])
         loads.append(Load(mode, length, math.inf, serve(engine, jobs, tail=False)))
         engine.clear_cache()
         setting.report.add(loads[-1])
@@ -117,6 +118,8 @@ def _service(setting: Setting, arguments: argparse.Namespace, mode: str, engine:
     length = max(arguments.prompts)
     system = drawn(engine.model, f"{setting.seed} system", length)
     warm(engine, system, arguments.rows)
+    lengths = lengths_of(arguments.lengths, arguments.rows * 5 // 4, arguments.longest, setting.seed)
+    _rehearse(engine, jobs_of(system, lengths, math.inf, engine.model.config.vocab_size, setting.seed))
     for rate in sorted(arguments.arrivals):
         lengths = lengths_of(arguments.lengths, max(1, round(rate * arguments.duration)), arguments.longest, setting.seed)
         loads.append(Load(mode, length, rate, serve(engine, jobs_of(system, lengths, rate, engine.model.config.vocab_size, setting.seed))))
@@ -125,6 +128,12 @@ def _service(setting: Setting, arguments: argparse.Namespace, mode: str, engine:
         if loads[-1].served.latency_ms > arguments.limit:
             break
     return loads
+
+
+def _rehearse(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Steps in which some rows begin while others go on, for nobody: of many kinds, which are captured when they have come often."""
+    serve(engine, jobs, tail=False)
+    engine.clear_cache()
 
 
 def of_jobs(loads: Sequence[Load], judged: bool) -> list[Result]:

@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import Attention, EngineConfig
 from ...engine.engine import Engine
+from ...kernels.fp8 import Weight
+from ...kernels.ops import Apply
 from ...kv.pool import PagePool
-from ...model.decoder import Decoder, Pool, Step
+from ...model.decoder import Decoder, Pool, Step, plain_linear
 from ...model.load import Model
 from ...model.weights import Weights
-from ..attention.clock import Clock, Limits
+from ..attention.clock import Clock, Limits, floor_us, work_of
 from ..attention.suites import Heads, single
 from .report import Report
 
@@ -45,13 +46,13 @@ class Setting:
     def token_bytes(self) -> int:
         """Of K and V, in all layers."""
         facts = self.model.config
-        return PagePool.page_bytes(1, facts.layers, facts.kv_heads, facts.head_dim, self.model.dtype)
+        return PagePool.page_bytes(1, facts.layers, facts.kv_heads, facts.head_dim, self.model.states)
 
     def lend(self, config: EngineConfig, work: Callable[[Engine], T], *, model: Model | None = None) -> T:
         """Works with an engine that has the device to itself."""
         self.settle_memory()
         try:
-            return work(Engine(model or self.model, config))
+            return work(_ready(model or self.model, config))
         finally:
             self.settle_memory()
 
@@ -69,19 +70,30 @@ class Setting:
         wide = (facts.hidden_size, facts.heads * facts.head_dim, facts.intermediate_size)
         x, attended, inner = (torch.randn(rows, size, device=place).to(kind) for size in wide)
 
-        def run() -> Tensor:
-            for layer in self.weights.layers:
-                F.linear(x, layer.qkv)
-                F.linear(attended, layer.o)
-                F.linear(x, layer.up)
-                F.linear(inner, layer.down)
-            return F.linear(x, self.weights.head)
+        given = [((x, layer.qkv), (attended, layer.o), (x, layer.up), (inner, layer.down)) for layer in self.weights.layers]
+        products = [(self._product(weight), y) for each in (*given, ((x, self.weights.head),)) for y, weight in each]
+
+        def run() -> None:
+            for apply, y in products:
+                apply(y)
 
         return self.clock.medians({"products": run})["products"].us / 1e3
 
+    def _product(self, weight: Weight) -> Apply:
+        if isinstance(weight, Tensor) or self.model.device.type == "cpu":
+            return plain_linear(weight, None)
+        from ...kernels.gpu import Device
+        from ...kernels.gpu_linear import product
+
+        return product(Device.of(self.model.device), weight, None)
+
     def attention_ms(self, rows: int, prefix: int, own: int) -> float:
         """The least that attention could need in all layers, as `pando bench attention` reckons it."""
-        return self.model.config.layers * self.limits.floor_us(single(self.heads, rows, prefix, own)) / 1e3
+        case = single(self.heads, rows, prefix, own)
+        work = work_of(case)
+        spared = 2 * case.hkv * case.d * (self.model.dtype.itemsize - self.model.states.itemsize)
+        held = work._replace(bytes=work.bytes - (prefix + rows * own) * spared)
+        return self.model.config.layers * floor_us(held, self.limits.bandwidth, self.limits.rate(case.dtype)) / 1e3
 
     @property
     def weight_bytes(self) -> int:
@@ -97,6 +109,12 @@ class Setting:
         parts = numbers.split(READ)
         found = self.clock.medians({"read": lambda: [part.sum() for part in parts], "copied": lambda: other.copy_(one)})
         return min(timing.us for timing in found.values()) / 1e3
+
+
+def _ready(model: Model, config: EngineConfig) -> Engine:
+    engine = Engine(model, config)
+    engine.warm_up()
+    return engine
 
 
 class Unattended(Decoder):

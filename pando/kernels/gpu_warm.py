@@ -1,0 +1,41 @@
+"""Attention over plans of every kind, for nobody: whatever Triton compiles for them is there before anybody waits for it."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from .gpu import Device, TritonLowering
+from .reads import Reads, joined
+from .reference import Geometry
+
+MOST = 4096  # tokens of a step
+
+# Rows, tokens that all of them share, tokens that each has of its own, and how many of those it computes: what makes kernels differ is how
+# much there is of each, so that nearly all kinds are among these.
+PLANS = tuple(
+    (rows, shared, own, new)
+    for rows, shared, own, new in product((1, 3, 8, 32, 64, 300), (0, 64, 1024, 4096), (64, 128, 512, 2048), (1, 16, 100, 512))
+    if new <= own and rows * new <= MOST and (rows > 1 or not shared)
+)
+
+
+def warm_up(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int, states: torch.dtype) -> None:
+    pool = torch.zeros(page_size, geometry.kv_heads, geometry.head_dim, dtype=states, device=device.where)
+    for reads, positions in _plans(page_size):
+        q = torch.zeros(len(positions), geometry.heads, geometry.head_dim, dtype=dtype, device=device.where)
+        TritonLowering(device, dtype, reads, positions, geometry).attend(q, q, pool, pool)
+    if device.where.type == "cuda":
+        torch.cuda.synchronize(device.where)
+
+
+def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
+    """All of their pages are the same one."""
+    for rows, shared, own, new in PLANS:
+        reads = []
+        if shared:
+            reads.append(([0] * -(-shared // page_size), shared, 0, range(rows * new), [0] * rows * new))
+        for row in range(rows):
+            mine = range(row * new, (row + 1) * new)
+            reads.append(([0] * -(-own // page_size), own, shared, mine, [0] * new))
+        yield joined(page_size, reads), torch.arange(shared + own - new, shared + own).repeat(rows)
