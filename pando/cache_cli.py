@@ -163,7 +163,7 @@ def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, no
             raise InvalidOption(f"no page has a key that begins with {word}; `pando cache ls` shows them")
         for entry in found:
             chosen |= {(one.shape, one.key): one for one in _back(entry, by_name)}
-    folder.index.pin(chosen, arguments.action == "pin")
+    folder.pin(chosen, arguments.action == "pin")
     size = sum(entry.size for entry in chosen.values())
     return 0, {"pages": len(chosen), "bytes": size}, [f"{arguments.action}ned {len(chosen)} pages, {size_of(size)}"]
 

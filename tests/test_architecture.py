@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 TORCH_FREE = (
-    *("kv.segment", "kv.run", "kv.tree", "kv.plan", "kv.pages"),
+    *("kv.segment", "kv.run", "kv.stem", "kv.tree", "kv.plan", "kv.pages"),
     *("store.policy", "store.ledger"),
     *("engine.request", "engine.words", "engine.pins", "engine.imports", "engine.row", "engine.scheduler", "engine.facts"),
     *("markup.binding", "markup.library", "markup.layout", "markup.pml", "markup.schema"),

@@ -157,7 +157,8 @@ class Replay:
         if cut is None:
             return Row("", 0, prompt, asked.params, 0, HOME, len(prompt) + answer, ROOT)
         pages = self.scheduler.pages
-        if pages_of(cut.layout.runs, pages) + pages.needed(len(prompt) + answer) > pages.count:
+        own = len(cut.layout.left(prompt)) - cut.layout.placed
+        if pages_of(cut.layout.runs, pages) + pages.needed(own + answer) > pages.count:
             cut = cut.computed("pool")
         self._truncations.remember(prompt, cut.layout, HOME)
         asked = cut.request(asked)
@@ -252,11 +253,15 @@ class Replay:
     def _wait(self) -> None:
         """Nobody can run before something else happens, or before it is tried again."""
         self._idle += 1
+        begin, comes, before = self.clock.now, bool(self.scheduler.loading), self.outcome.total
         then = min(self.clock.next, self._arrivals[0][0] if self._arrivals else math.inf)
         if then < math.inf:
             self.clock.pass_to(then)
         elif self._idle > TRIES:
             raise InvalidOption(f"{len(self._asked)} requests wait and none can run; simulate a larger machine")
+        if comes:  # for what is loaded of a prompt
+            spent = self.clock.now - begin
+            self.outcome.total = Busy(before.all + spent, before.prompts + spent)
         self.scheduler.tend()
 
     # ---- answering

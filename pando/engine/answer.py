@@ -1,11 +1,14 @@
 """One answer as it is written: from tokens to readable text, and when to stop."""
 
+import logging
 from collections.abc import Sequence
 
 from ..model.tokenizer import Detokenizer, Tokenizer
 from .request import FinishReason, Logprob, Reuse, TokenEvent
 from .row import Row
 from .sampler import NO_TOKEN, Chosen
+
+log = logging.getLogger(__name__)
 
 PROMPT_TAIL = 8  # tokens of the prompt that decide how the first word of the answer is spelt
 
@@ -26,7 +29,15 @@ class Answer:
         self._reuse = Reuse()
 
     def take(self, chosen: Chosen) -> TokenEvent:
-        """Appends a token to the row; the event says what became readable and whether the answer ends here."""
+        """Appends a token to the row; the event says what became readable and whether the answer ends here. What fails in it, such as a
+        grammar, ends this answer and no other: those of the same step have their tokens, too."""
+        try:
+            return self._taken(chosen)
+        except Exception:
+            log.exception("answer %d of request %s cannot go on, and ends", self.row.index, self.row.request_id)
+            return self._event(Chosen(chosen.token), "", "error", None)
+
+    def _taken(self, chosen: Chosen) -> TokenEvent:
         row, token = self.row, chosen.token
         if token == NO_TOKEN:
             return self._event(chosen, self._held, "error", None)

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 from ..kv.segment import Key, Lineage, page_key
-from ..kv.tree import PrefixTree, Stem
+from ..kv.stem import Stem
+from ..kv.tree import PrefixTree
 from ..store.keeper import Found, Keeper, Loading, Offer, end_card, end_parent
 from ..store.tier import Card
+from .imports import Want
 from .request import Miss
 from .row import Row
 
@@ -20,7 +22,7 @@ class Below:
 
     def join(self, row: Row) -> None:
         """A row waits, and will need its pages."""
-        needs, chains = list[Key](), [(want.lineage, want.keys, want.path) for want in row.wants]
+        needs, chains = list[Key](), [(want.lineage, want.keys, want.run.tokens) for want in row.wants]
         for lineage, keys, tokens in (*chains, (row.lineage, row.keys, row.tokens)):
             needs += self.store.needs(keys, tokens, lineage.root, sorted({lineage.owner, lineage.root}))
         self.store.join(row.arrival, needs)
@@ -44,6 +46,15 @@ class Below:
         before = keys[start - 1] if start else root
         owners = sorted({lineage.owner, root})
         return self.store.look(keys[start:], tokens[settled:], before, owners, self.store.tag(tenant), limit - settled)
+
+    def keeps(self, want: Want, tenant: Key, now: float) -> bool:
+        """Is all of a run kept that the tree does not have, and worth loading?"""
+        tokens, first = want.run.tokens, want.origin.first
+        match = self.tree.match(want.lineage, want.keys, tokens, len(tokens), now, first=first)
+        self.tree.forget_bare(match.stem)
+        settled = match.stem.end - first
+        found = self.look(want.lineage, tenant, want.keys, tokens, settled, len(tokens))
+        return found is not None and settled + found.tokens == len(tokens)
 
     def end(self, row: Row) -> bool:
         """What came is the row's; what did not is computed. Answers whether it is known what came: a load that does not end keeps its

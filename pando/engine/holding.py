@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from ..kv.pages import Pages
 from ..kv.segment import Key, extend_keys, shared_length
-from ..kv.tree import PrefixTree
+from ..kv.tree import Match, PrefixTree
 from .below import Below
 from .row import Row
 from .turns import Turns
@@ -14,6 +14,24 @@ class Holding:
     def __init__(self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, *, reuse: bool) -> None:
         """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool."""
         self.pages, self.tree, self.turns, self.below, self.reuse = pages, tree, turns, below, reuse
+
+    def seat(self, row: Row, limit: int, now: float, *, spare: int) -> Match | None:
+        """Finds what is known of a row's first tokens, and room for the others, if the cache has it with some pages to spare."""
+        self.extend_keys(row)
+        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, now, first=row.at)
+        if match.length - row.at < row.repaired_end:  # who is repaired is known only of all together
+            match = Match(self.tree.root(row.lineage.root))
+        self.tree.pin(match.stem)
+        shared = match.stem.end - row.at
+        missing = self.pages.needed(len(row.tokens) + 1) - shared // self.pages.page_size
+        if not self.free(missing, spare):
+            self.tree.unpin(match.stem)
+            return None
+        row.stem = match.stem
+        row.pages = [page for segment in match.stem.path(row.at) for page in segment.pages]
+        row.settled = row.computed = shared
+        self.grow(row, len(row.tokens) + 1)
+        return match
 
     def give_room(self, row: Row, tokens: int) -> bool:
         """Gives a row pages for so many tokens; says whether there were free ones, or the cache could give them."""

@@ -1,7 +1,8 @@
 """What stands before a row's own tokens: runs whose states are in the tree, or are still to be made.
 
-A run is found under the root of its context, whole, or not at all. One that is not there is made by a row of its own, which imports the
-context, computes the run's tokens, and leaves them to the tree.
+A run is found behind the key that it begins at, whole, or not at all: at the root of its context, or behind a part of a longer run that is
+not wanted. One that is not there comes up from below the pool, as it is. If it is not kept there either, it is made by a row of its own,
+which imports the context, computes the run's tokens, and leaves them to the tree.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from hashlib import sha256
 from ..kv.pages import Pages
 from ..kv.run import Origin, Run, in_place
 from ..kv.segment import Key, Lineage, Segment, extend_keys
-from ..kv.tree import PrefixTree, Stem
+from ..kv.stem import Stem
+from ..kv.tree import PrefixTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +21,9 @@ class Want:
     """A run to import, and where in the tree its states are."""
 
     run: Run
-    lineage: Lineage
-    keys: tuple[Key, ...]  # of the full pages of its path
+    lineage: Lineage  # from where on it is found
+    keys: tuple[Key, ...]  # of its full pages
+    context: Lineage  # from where on it is made
     passing: bool = False  # needed to make another, and by nobody else: it is not kept
     exact: bool = True  # it was encoded behind what stands before it here
     is_end: bool = False  # nothing follows it: its last token is computed with the row, which must answer it, and not read
@@ -40,7 +43,7 @@ class Want:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """The tokens by which it is found: its own, behind those that are not wanted here."""
+        """The tokens by which it is made: its own, behind those that are not wanted here."""
         return (*self.origin.before, *self.run.tokens)
 
     @property
@@ -62,9 +65,7 @@ class Import:
         return self.end or self.stem
 
     def path(self) -> tuple[Segment, ...]:
-        found = self.stem.path()
-        if self.want.origin.before:
-            found = tuple(segment for segment in found if segment.first >= self.want.origin.first)
+        found = self.stem.path(self.want.origin.first)
         return (*found, self.end.segment.head(self.rest)) if self.end is not None else found
 
 
@@ -78,11 +79,14 @@ def wants(
     for given, run in zip(runs, ours, strict=True):
         assert run.origin is not None
         behind, keys = run.origin.key(root), list[Key]()
-        lineage = plain if plain is not None and behind == root else Lineage.of(behind)
-        extend_keys(keys, lineage, (*run.origin.before, *run.tokens), page_size)
+        context = plain if plain is not None and behind == root else Lineage.of(behind)
+        extend_keys(keys, context, (*run.origin.before, *run.tokens), page_size)
+        skipped = len(run.origin.before) // page_size
+        lineage = Lineage(keys[skipped - 1], context.owner) if skipped else context
         same = run.shift == 0 and not run.origin.before and run.origin.placed_digest == before.digest()
         exact = exact and same
-        found.append(Want(run, lineage, tuple(keys), makes and given.origin is None, exact or given.origin is None))
+        passing = makes and given.origin is None
+        found.append(Want(run, lineage, tuple(keys[skipped:]), context, passing, exact or given.origin is None))
         before.update(run.digest)
     return (*found[:-1], replace(found[-1], is_end=True)) if ends else tuple(found)
 
@@ -101,15 +105,13 @@ def pages_of(runs: Sequence[Run], pages: Pages) -> int:
 
 def find(tree: PrefixTree, want: Want, now: float) -> Import | None:
     """The states of a run, pinned, if all of them are there."""
-    path, origin = want.path, want.origin
-    match = tree.match(want.lineage, want.keys, path, len(path), now, first=origin.start)
-    if match.length - origin.start < len(path):
+    tokens, first = want.run.tokens, want.origin.first
+    match = tree.match(want.lineage, want.keys, tokens, len(tokens), now, first=first)
+    if match.length - first < len(tokens):
         tree.forget_bare(match.stem)
         return None
     if want.is_end:
-        match = tree.match(want.lineage, want.keys, path, len(path) - 1, now, first=origin.start)
-    if origin.before:  # so that a stem begins where the run does
-        tree.match(want.lineage, want.keys, path, len(origin.before), now, first=origin.start)
+        match = tree.match(want.lineage, want.keys, tokens, len(tokens) - 1, now, first=first)
     end = tree.first_page(match.end) if match.end is not None else None
     found = Import(want, match.stem, end, match.tokens)
     tree.pin(found.pinned)

@@ -1,4 +1,4 @@
-"""Rows that answer nothing: they make runs that others wait for, and leave them to the tree."""
+"""Rows that answer nothing: they make runs that others wait for, or bring them up from below the pool, and leave them to the tree."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ..kv.run import Run
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
+from .below import Below
 from .imports import Want, wants
 from .request import Miss, SamplingParams
 from .row import Row
@@ -30,13 +31,13 @@ class Makers:
         if row.makes is not None:
             self._making.pop(row.makes.name, None)
 
-    def for_row(self, row: Row, missing: Sequence[Want]) -> list[Row]:
+    def for_row(self, row: Row, missing: Sequence[Want], below: Below | None, now: float) -> list[Row]:
         """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds."""
         found = []
         for want in missing:
             maker = self._making.get(want.name)
             if maker is None:
-                found.append(self.begin(row.tenant, want, row.arrival))
+                found.append(self.begin(row.tenant, want, row.arrival, below, now))
             else:
                 found += self.forward(maker)
         return found
@@ -50,15 +51,16 @@ class Makers:
     def pass_on(self, maker: Row) -> None:
         """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
         assert maker.makes is not None
-        found = (maker.cached or 0) - (maker.found or 0) - len(maker.makes.origin.before)
+        found = (maker.cached or 0) - (maker.found or 0) - (len(maker.tokens) - len(maker.makes.run))
         for row in self._waiting if found > 0 else ():
             mine = [want for want in row.wants if want.name == maker.makes.name] if row.found is not None and row.cached is None else []
             for want in mine:
-                row.found, left = (row.found or 0) + found, found
+                came = left = min(found, len(want))
+                row.found = (row.found or 0) + came
                 for tier, count in maker.tiers.items():
                     row.tiers[tier] = row.tiers.get(tier, 0) + min(left, count)
                     left -= min(left, count)
-                if row.miss == self.miss(row, want) and found >= len(want) - 1:
+                if row.miss == self.miss(row, want) and came >= len(want) - 1:
                     row.miss = None
 
     def miss(self, row: Row, lost: Want) -> Miss:
@@ -69,10 +71,16 @@ class Makers:
         """How many of these runs are among them."""
         return sum(want.name in self._making for run in runs for want in wants(tenant, [run], self._page_size))
 
-    def begin(self, tenant: Key, want: Want, arrival: int) -> Row:
-        origin, path = want.origin, want.path
-        maker = Row("", -1, path, SamplingParams(), 0, want.lineage, len(path), tenant, makes=want, arrival=arrival)
-        maker.at, maker.wants, maker.found = origin.start, wants(tenant, origin.context, self._page_size, makes=True), 0
-        maker.awaits = maker.wants[-1].name if maker.wants else None
+    def begin(self, tenant: Key, want: Want, arrival: int, below: Below | None, now: float) -> Row:
+        """What is kept below comes up as it is: nothing that it was made behind is needed for that."""
+        brings = below is not None and below.keeps(want, tenant, now)
+        lineage, tokens = (want.lineage, want.run.tokens) if brings else (want.context, want.path)
+        maker = Row("", -1, tokens, SamplingParams(), 0, lineage, len(tokens), tenant, makes=want, arrival=arrival)
+        maker.found, maker.brings = 0, brings
+        if brings:
+            maker.at, maker.keys = want.origin.first, list(want.keys)
+        else:
+            maker.at, maker.wants = want.origin.start, wants(tenant, want.origin.context, self._page_size, makes=True)
+            maker.awaits = maker.wants[-1].name if maker.wants else None
         self._making[want.name] = maker
         return maker

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import QuotaExceeded
-from ..kv.tree import Match, PrefixTree, Stem
+from ..kv.stem import Stem
+from ..kv.tree import Match, PrefixTree
 from .request import Tenant
 
 MAX_PINS = 1024

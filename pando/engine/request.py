@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Span = tuple[int, int]  # first and end
-FinishReason = Literal["stop", "length", "error"]  # error: the model answered no number that a token could be chosen by
+FinishReason = Literal["stop", "length", "error"]  # error: no number that a token could be chosen by, or a fault
 
 MAX_N = 128
 MAX_STOPS = 16

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ..kv.plan import Numbers, RowView
 from ..kv.segment import Key, Lineage, Placement
-from ..kv.tree import Stem
+from ..kv.stem import Stem
 from ..store.keeper import Loading
 from .imports import Import, Want
 from .request import Constraint, Miss, SamplingParams, Truncated
@@ -49,6 +49,7 @@ class Row:
     awaits: tuple[Key, bytes] | None = None  # the name of the last of it that was missing
     found: int | None = None  # tokens of it that were there when it was first looked for
     makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
+    brings: bool = False  # and it computes nothing: all of that is kept below the pool, and comes up
     truncated: Truncated | None = None  # what is left out of it
     load: Loading | None = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
@@ -78,6 +79,10 @@ class Row:
             self._viewed = now
             self._view = RowView([*moved, *map(Placement, path)], tail, self.at + self.settled)
         return self._view
+
+    def is_scored_from(self, start: int) -> bool:
+        """Are there logprobs of the prompt to be had where its tokens are computed from here on?"""
+        return self.scored is not None and start + 1 < len(self.prompt)
 
     @property
     def foreign(self) -> int:
@@ -120,7 +125,7 @@ class Schedule:
     changed: bool = True  # rows or pages differ from the step before, or rows compute more than their next token
     loads: Sequence[Loading] = ()  # what rows read that is still on its way
     repairs: Sequence[Row] = ()  # rows whose first tokens are repaired before the others are computed
-    scored: bool = False  # does a row want the logprobs of its prompt?
+    scored: bool = False  # does a row get logprobs of its prompt?
     plain: bool = False  # it has nothing of the last three, and nobody waits for what a row of it makes
     follows: bool = False  # the rows of the step before, and each computes its next token, as it did then
 

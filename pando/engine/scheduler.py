@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..kv.pages import Pages
 from ..kv.segment import Key
-from ..kv.tree import Match, PrefixTree
+from ..kv.tree import PrefixTree
 from ..store.keeper import Keeper
 from .below import Below
 from .holding import Holding
@@ -55,7 +55,7 @@ class Scheduler:
         self._now = 0.0
         self._arrivals = 0
         self._turns = Turns(pages.page_size)
-        self._is_stuck = False  # nobody can be admitted before a row lets go of its pages
+        self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
         self._misses = Misses(tree, reuse)
         self._holding = Holding(pages, tree, self._turns, Below(store, tree) if store is not None else None, reuse=reuse)
         self.makers = Makers(tree, self.waiting, pages.page_size)
@@ -63,6 +63,14 @@ class Scheduler:
     @property
     def below(self) -> Below | None:
         return self._holding.below
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._stuck_at is not None and self._to_be_had <= self._stuck_at
+
+    @property
+    def _to_be_had(self) -> int:
+        return self.pages.free + self.tree.evictable()
 
     # ---- requests come and go
 
@@ -84,7 +92,7 @@ class Scheduler:
         elif row in self.waiting:
             self.waiting.remove(row)
             self._holding.let_go(row)
-            self._is_stuck = False
+            self._stuck_at = None
         if self.below is not None and row.makes is None:
             self.below.store.leave(row.arrival)
 
@@ -94,15 +102,15 @@ class Scheduler:
             self.below.store.go()  # what was not begun would never end
         self.waiting.extendleft(reversed([*self.running, *self.loading]))
         for row in self.waiting:
-            if row.load is not None:
-                row.load.abandon()
-                row.load = None
+            if row.load is not None and self.below is not None:
+                self.below.stop(row)
             row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
         self.running, self.loading = [], []
+        self.pages.reset()
         if self.below is not None:
             self.below.store.forget_pool()
-            self.below.limbo = []
-        self.pages.reset()
+            self.below.returned()
+            self.pages.withhold(page for _, pages in self.below.limbo for page in pages)
         self.tree.reset()
         self._turns.change()
 
@@ -163,8 +171,10 @@ class Scheduler:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
         for row in [row for row in self.loading if row.loads_since + PATIENCE < self._now and row.load is not None and not row.load.done]:
             self._shun(row)
+        for row in [row for row in self.loading if row.brings and (row.load is None or row.load.done or row.load.late)]:
+            self._take_in(row)
         alone = not self.running
-        for row in [row for row in self.loading if alone or row.load is None or row.load.done]:
+        for row in [row for row in self.loading if not row.brings and (alone or row.load is None or row.load.done)]:
             self.loading.remove(row)
             self._run(row)
             if row.load is not None and row.load.done:
@@ -177,8 +187,34 @@ class Scheduler:
         else:
             self._holding.hand_over(row, self._now)  # so that others find it before this row's first step is settled
 
+    def _take_in(self, row: Row) -> None:
+        """What was brought up is the tree's, and others wait for it. What did not come whole is made instead."""
+        if row.load is not None and (self.below is None or row.load.late or not self.below.end(row)):
+            self._shun(row)
+        elif row.behind:
+            self._make_instead(row)
+        else:
+            self.makers.pass_on(row)
+            self.remove(row)
+
+    def _make_instead(self, row: Row) -> Row:
+        assert row.makes is not None
+        self.remove(row)
+        maker = self.makers.begin(row.tenant, row.makes, row.arrival, None, self._now)
+        self.waiting.appendleft(maker)
+        return maker
+
+    def wait(self) -> None:
+        """Nobody can run before something has come up."""
+        for row in self.loading[:1]:
+            if row.load is not None:
+                row.load.finish()
+
     def _shun(self, row: Row) -> None:
         """What a row waits for does not come: it begins again in other pages, and computes."""
+        if row.brings:
+            self._make_instead(row).is_shunned = True
+            return
         row.is_shunned = True
         row.cached = None if row.cached is None else row.cached - row.loaded
         row.miss = Miss("lost", row.imported + row.settled)
@@ -227,11 +263,11 @@ class Scheduler:
             is_more_room, returned = self.below.pump(), self.below.returned()
             self.pages.give(returned)
             if is_more_room or returned:
-                self._is_stuck = False
+                self._stuck_at = None
 
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped: list[Row] = []
-        self._is_stuck = False
+        self._stuck_at = None
         while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and len(skipped) < self.max_rows:
             row = self.waiting.popleft()
             makers = self._gather(row)
@@ -244,7 +280,7 @@ class Scheduler:
                 break
             if not self._place(row, copies) and not (self._give_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
-                self._is_stuck = not skipped  # those before it may need less room
+                self._stuck_at = None if skipped else self._to_be_had  # those before it may need less room
                 break
             if row in self.running:
                 if row.repair and row.imports:
@@ -269,7 +305,7 @@ class Scheduler:
             row.found = sum(len(each.want) for each in row.imports)
             row.miss = self.makers.miss(row, missing[0]) if missing else row.miss
         row.awaits = missing[-1].name if missing else None
-        return self.makers.for_row(row, missing) if missing else None
+        return self.makers.for_row(row, missing, self.below, self._now) if missing else None
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
@@ -280,7 +316,7 @@ class Scheduler:
                 self.tree.unpin(found.pinned)
             elif self.makers.of(want.name) is None:
                 self._arrivals += 1
-                missing.append(self.makers.begin(tenant, want, self._arrivals))
+                missing.append(self.makers.begin(tenant, want, self._arrivals, self.below, now))
         self.waiting.extend(missing)
         return len(missing)
 
@@ -312,23 +348,25 @@ class Scheduler:
         there = ((other, other.computed if other.load is None else other.settled) for other in others)
         return any(max(tokens + 1, WORTH_WAITING) <= self._holding.common(row, other) for other, tokens in there)
 
-    def _place(self, row: Row, copies: list[Copy]) -> bool:
-        """Finds what is known of a row, and room for the rest of its tokens; says whether it runs now."""
-        limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
-        self._holding.extend_keys(row)
-        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, self._now, first=row.at)
-        if match.length - row.at < row.repaired_end:  # who is repaired is known only of all together
-            match, limit = Match(self.tree.root(row.lineage.root)), 0
-        self.tree.pin(match.stem)
-        shared = match.stem.end - row.at
-        missing = self.pages.needed(len(row.tokens) + 1) - shared // self.pages.page_size
-        if not self._holding.free(missing, spare=len(self.running)):  # a page for each running row, or it would soon be preempted again
-            self.tree.unpin(match.stem)
+    def _bring(self, row: Row) -> bool:
+        """Begins to bring up what a row shall leave to the tree; says whether there was room."""
+        if self._holding.seat(row, len(row.tokens), self._now, spare=len(self.running)) is None:
             return False
-        row.stem = match.stem
-        row.pages = [page for segment in match.stem.path() for page in segment.pages]
-        row.settled = row.computed = shared
-        self._holding.grow(row, len(row.tokens) + 1)
+        if self.below is not None:
+            row.computed += self.below.load(row, len(row.tokens), more_than=0)
+        row.cached, row.loads_since = row.computed, self._now
+        self.loading.append(row)
+        return True
+
+    def _place(self, row: Row, copies: list[Copy]) -> bool:
+        """Gives a row its place and its room; says whether there was any. It runs now, or when its context has come."""
+        if row.brings:
+            return self._bring(row)
+        limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
+        match = self._holding.seat(row, limit, self._now, spare=len(self.running))  # a page for each, or it would soon be preempted again
+        if match is None:
+            return False
+        limit = 0 if match.length - row.at < row.repaired_end else limit
         tokens, source = max((match.tokens, match.page or 0), self._holding.ahead(row, limit, self.running))
         if (
             self.below is not None
@@ -393,4 +431,4 @@ class Scheduler:
     def _release(self, row: Row) -> None:
         self._holding.release(row, self._now)
         self._turns.look()
-        self._is_stuck = False
+        self._stuck_at = None

@@ -10,7 +10,7 @@ def take_scores(schedule: Schedule, logits: Tensor) -> Tensor:
     """Scores prompts; answers the logits of the rows that have caught up."""
     ready, places, place = set(schedule.ready), list[int](), 0
     for row, start, count in zip(schedule.rows, schedule.starts.tolist(), schedule.counts, strict=True):
-        if row.scored is not None:
+        if row.is_scored_from(start):
             _score(row, start, logits[place : place + count])
             place += count
         elif row in ready:

@@ -72,7 +72,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
 
 def shape_of(model: Model, config: EngineConfig) -> Shape:
     facts, named = model.config, hashlib.sha256(model.digest).digest()
-    kind = str(model.dtype).removeprefix("torch.")
+    kind = str(model.states).removeprefix("torch.")
     return Shape(named, facts.layers, facts.kv_heads, facts.head_dim, kind, config.page_size, config.store_codec)
 
 

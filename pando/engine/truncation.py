@@ -4,13 +4,15 @@ again.
 What is left of a prompt is a list of runs like any other: its first tokens where they were, then what was encoded behind the dropped part,
 moved up to them, then what is new. The next turn brings the whole history again. So it is remembered how a history was cut, by the key of
 the last page that matters, and a longer one that begins like it is cut alike. When that no longer fits, what was computed behind the runs
-is a run itself, and is cut in its turn.
+is a run itself, and is cut in its turn. Remembered are numbers alone: the tokens come with the history.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ..errors import InvalidPrompt, PromptTooLong
 from ..kv.run import Origin, Run
@@ -22,11 +24,18 @@ from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
 
 FIRST = 4  # tokens that always stay: attention rests on them, whatever they are
 ANSWER = 4  # an answer may count on the tokens that it asks for, but on no more than one in so many of the window
-REMEMBERED = 2**20  # tokens of histories
+REMEMBERED = 2**15  # histories
 ENDLESS = 2**62
 SYSTEM = ("system", "developer")  # whose messages are no turns
 
 Message = Mapping[str, Any]
+
+
+class Move(NamedTuple):
+    """What was left of a history, cut once more: these parts went, and so many tokens behind the runs had states and became a run."""
+
+    ranges: tuple[Span, ...]
+    held: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +45,8 @@ class Layout:
     spans: tuple[Span, ...] = ()  # of its tokens before `end`, those that stay
     end: int = 0  # from there on all of them do
     runs: tuple[Run, ...] = ()  # the first of what is left, wherever that was encoded; the others are computed behind them
+    moves: tuple[Move, ...] = ()  # that made these runs
+    plain: "Layout | None" = None  # of what was left before the first of them, when there were no runs
 
     def parts(self, start: int = 0, stop: int = ENDLESS) -> Iterator[Span]:
         """Where in the history the tokens from one place to another of what is left are."""
@@ -47,7 +58,35 @@ class Layout:
             place += end - first
 
     def left(self, history: Sequence[int]) -> list[int]:
-        return [token for start, stop in self.parts() for token in history[start:stop]]
+        return list(chain.from_iterable(history[start:stop] for start, stop in self.parts()))
+
+    def pieces(self, left: Sequence[int], held: int) -> list[Run]:
+        """What is left as runs, as far as its states are held: so many tokens behind the runs."""
+        at = self.placed
+        own = Run(tuple(left[at : at + held]), at, Origin(self.runs, at))
+        return [*self.runs, *([own] if held else [])]
+
+    def moved(self, left: Sequence[int], move: Move) -> "Layout":
+        """The same without some parts, and with runs of all that is held of the rest."""
+        runs = self.pieces(left, move.held)
+        for start, stop in reversed(move.ranges):
+            runs = _out_of(runs, start, stop)
+        return replace(self.without(move.ranges, runs), moves=(*self.moves, move), plain=self.plain or self)
+
+    def remembered(self) -> "Layout":
+        """Without any tokens."""
+        return replace(self, runs=())
+
+    def recalled(self, history: Sequence[int]) -> "Layout":
+        """What was remembered, with the tokens that it needs."""
+        layout = self.plain or self
+        for move in self.moves:
+            layout = layout.moved(layout.left(history), move)
+        return layout
+
+    def computed(self) -> "Layout":
+        """The same tokens, and none of their states."""
+        return Layout(self.spans, self.end)
 
     @property
     def placed(self) -> int:
@@ -87,7 +126,7 @@ class Cut:
 
     def computed(self, reason: RecomputeReason) -> "Cut":
         """The same tokens, and none of their states."""
-        return Cut(replace(self.layout, runs=()), reason)
+        return Cut(self.layout.computed(), reason)
 
     def told(self, moved: int) -> Truncated:
         return Truncated(self.layout.dropped, moved, self.reason)
@@ -105,8 +144,7 @@ class Truncations:
     ) -> None:
         """`never`: why no states of this model are ever moved."""
         self._tree, self.below, self._window, self._clock, self._never = tree, below, window, clock, never
-        self._layouts: OrderedDict[Key, tuple[Layout, list[int]]] = OrderedDict()  # by their last whole page; and the tokens behind it
-        self._weight = 0  # tokens
+        self._layouts: OrderedDict[Key, tuple[Layout, array[int]]] = OrderedDict()  # by their last whole page; and the tokens behind it
 
     # ---- deciding
 
@@ -122,7 +160,7 @@ class Truncations:
             return None
         known = self._recall(asked.prompt, home)
         lost = known is not None and not self._holds(known.runs, home)
-        layout = replace(known, runs=()) if known is not None and lost else known or Layout()
+        layout = known.computed() if known is not None and lost else known or Layout()
         left = layout.left(asked.prompt)
         if len(left) + room <= self._window:
             return Cut(layout, "evicted" if lost else None)
@@ -145,31 +183,27 @@ class Truncations:
             return Cut(layout)
         if self._never is not None:
             return Cut(layout.without(ranges, ()), self._never)
-        pieces, diverges = self._pieces(layout, left, home)
-        ranges = [(start, _begin(pieces, stop, self._tree.page_size)) for start, stop in ranges]
-        runs = pieces
-        for start, stop in reversed(ranges):
-            runs = _out_of(runs, start, stop)
-        if all(run.is_plain for run in runs):  # nothing of what was encoded behind the dropped part
+        held, diverges = self._held_behind(layout, left, home)
+        pieces = layout.pieces(left, held)
+        ranges = tuple((start, _begin(pieces, stop, self._tree.page_size)) for start, stop in ranges)
+        moved = layout.moved(left, Move(ranges, held))
+        if all(run.is_plain for run in moved.runs):  # nothing of what was encoded behind the dropped part
             return Cut(layout.without(ranges, ()), "cold")
-        return Cut(layout.without(ranges, runs), diverges=diverges)
+        return Cut(moved, diverges=diverges)
 
-    def _pieces(self, layout: Layout, left: list[int], home: Lineage) -> tuple[list[Run], bool]:
-        """What is left of a history as runs, as far as its states are held; and whether what is held goes on differently from there."""
+    def _held_behind(self, layout: Layout, left: list[int], home: Lineage) -> tuple[int, bool]:
+        """How many tokens behind the runs there are states of; and whether what is held goes on differently from there."""
         at, page, keys = layout.placed, self._tree.page_size, list[Key]()
-        origin = Origin(layout.runs, at)
-        lineage = Lineage.of(origin.key(home.owner)) if layout.runs else home
+        lineage = Lineage.of(Origin(layout.runs, at).key(home.owner)) if layout.runs else home
         extend_keys(keys, lineage, left[at:], page)
         held, diverges = self._held(lineage, home.owner, keys, left[at:], len(left) - at - 1, at)
-        held -= held % page if held % page < WORTH_KEEPING else 0  # a shorter end is lost with the pool
-        own = Run(tuple(left[at : at + held]), at, origin)
-        return [*layout.runs, *([own] if len(own) else [])], diverges
+        return held - (held % page if held % page < WORTH_KEEPING else 0), diverges  # a shorter end is lost with the pool
 
     def _holds(self, runs: Sequence[Run], home: Lineage) -> bool:
         """Are all of them in the tree, or in a tier below it that is worth the loading?"""
         for want in wants(home.owner, runs, self._tree.page_size, plain=home):
-            held, _ = self._held(want.lineage, home.owner, want.keys, want.path, len(want.path), want.origin.start)
-            if held < len(want.path):
+            tokens = want.run.tokens
+            if self._held(want.lineage, home.owner, want.keys, tokens, len(tokens), want.origin.first)[0] < len(tokens):
                 return False
         return True
 
@@ -186,26 +220,21 @@ class Truncations:
     def remember(self, history: Sequence[int], layout: Layout, home: Lineage) -> None:
         page, keys = self._tree.page_size, list[Key]()
         extend_keys(keys, home, history[: layout.end], page)
-        self._forget(keys[-1])
-        self._layouts[keys[-1]] = layout, list(history[len(keys) * page : layout.end])
-        self._weight += layout.end
-        while self._weight > REMEMBERED:
-            self._forget(next(iter(self._layouts)))
+        self._layouts[keys[-1]] = layout.remembered(), array("i", history[len(keys) * page : layout.end])
+        self._layouts.move_to_end(keys[-1])
+        if len(self._layouts) > REMEMBERED:
+            self._layouts.popitem(last=False)
 
     def _recall(self, history: Sequence[int], home: Lineage) -> Layout | None:
         """Of the histories that this one continues, how the longest was cut."""
         page, keys = self._tree.page_size, list[Key]()
         extend_keys(keys, home, history, page)
         for place in range(len(keys), 0, -1):
-            layout, rest = self._layouts.get(keys[place - 1], (None, []))
-            if layout is not None and list(history[place * page : layout.end]) == rest:
+            layout, rest = self._layouts.get(keys[place - 1], (None, None))
+            if layout is not None and array("i", history[place * page : layout.end]) == rest:
                 self._layouts.move_to_end(keys[place - 1])
-                return layout
+                return layout.recalled(history)
         return None
-
-    def _forget(self, key: Key) -> None:
-        if key in self._layouts:
-            self._weight -= self._layouts.pop(key)[0].end
 
 
 def wanted_room(max_tokens: int | None, window: int) -> int:

@@ -38,7 +38,7 @@ class Turns:
         ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]
         loads = [row.load for row in rows if row.load is not None]
         repairs = [row for row in rows if row.repair and row.imports]
-        scored, makes = any(row.scored is not None for row in rows), any(row.makes is not None for row in rows)
+        scored, makes = any(turn.row.is_scored_from(turn.start) for turn in turns), any(row.makes is not None for row in rows)
         several = max(counts, default=1) > 1
         self._last = Schedule(
             rows,

@@ -22,6 +22,10 @@ class Pages:
         self._claimed: NDArray[np.bool_] = np.zeros(self.count, dtype=bool)
         self.free = self.count
 
+    def withhold(self, pages: Iterable[int]) -> None:
+        """Nobody gets these until they are given."""
+        self._mark(pages)
+
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

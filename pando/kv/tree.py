@@ -4,6 +4,11 @@ A stem is a segment's place in the tree. Stems are whole pages long, so a reques
 sequence at its end, less than a page, hangs there as a last short stem, whose slots a later request copies. Rows pin the deepest stem on
 their path. Eviction takes leaves only, so what leads to a pinned stem is safe without a count of its own.
 
+A chain may begin at any key. A page's key names all of its past, so who reads it without that past, as a conversation does that has dropped
+its oldest part, needs the key in front of it and not the pages: it begins at a root of that name. Where the page of that name is here too,
+what continues it hangs below the page or below the root, never both: whoever comes along the pages takes it there, and whoever begins at
+the root takes it back, unless someone reads it along the pages.
+
 Whole pages are found by their keys, which name the tenant. What is found by comparing tokens, a part of a page, is looked for only in stems
 of the same owner, or of the root's, which is everyone's.
 """
@@ -14,62 +19,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from .segment import Key, Lineage, Segment, page_key, shared_length
+from .stem import Stem
 
 REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from something new
-
-
-class Stem:
-    __slots__ = ("_alike", "_path", "born", "children", "held", "owner", "parent", "pins", "segment", "used")
-
-    def __init__(self, segment: Segment, parent: "Stem | None", owner: Key, now: float) -> None:
-        self.segment = segment
-        self.parent = parent
-        self.owner = owner
-        self.children: dict[Key, Stem] = {}  # by the key of their first page
-        self._alike: dict[int, dict[Key, Stem]] = {}  # the same, by their first token: there may be thousands behind a system prompt
-        self.pins = 0
-        self.held = 0  # why it must stay: it is pinned, and each child that must stay counts as well
-        self.born = self.used = now
-        self._path: tuple[Segment, ...] | None = None
-
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-        return self.segment.first + len(self.segment)
-
-    def adopt(self, child: "Stem") -> None:
-        key = child.segment.keys[0]
-        self.children[key] = self._alike.setdefault(child.segment.tokens[0], {})[key] = child
-
-    def disown(self, child: "Stem") -> None:
-        key, first = child.segment.keys[0], child.segment.tokens[0]
-        del self.children[key], self._alike[first][key]
-        if not self._alike[first]:
-            del self._alike[first]
-
-    def beginning(self, token: int) -> list["Stem"]:
-        """The children that begin with a token."""
-        return list(self._alike.get(token, {}).values())
-
-    def path(self) -> tuple[Segment, ...]:
-        """From the first segment below the root to this one: the same tuple until one of them is another."""
-        if self._path is None:
-            found: list[Segment] = []
-            stem = self
-            while stem.parent is not None:
-                found.append(stem.segment)
-                stem = stem.parent
-            self._path = tuple(found[::-1])
-        return self._path
-
-    def change(self, segment: Segment) -> None:
-        """Takes another segment in its place. Whoever reads this stem, or one below it, reads other segments from now on."""
-        self.segment = segment
-        stack = [self]
-        while stack:
-            stem = stack.pop()
-            stem._path = None
-            stack.extend(stem.children.values())
 
 
 @dataclass(frozen=True)
@@ -103,6 +55,7 @@ class PrefixTree:
     def reset(self) -> None:
         """Nothing is known, and nothing is freed: the pages go another way."""
         self._roots: dict[Key, Stem] = {}
+        self._whole: dict[Key, Stem] = {}  # where each whole page is
         self._evicted: dict[Key, None] = {}  # in the order of their going
         self.pages = 0  # held by the tree
         self._held = 0  # those of them on the way to a pinned stem
@@ -110,10 +63,41 @@ class PrefixTree:
         self._noted = count()
 
     def root(self, key: Key, first: int = 0) -> Stem:
-        """Where a context ends: what continues it begins at position `first`, which is always the same for the same key."""
+        """Where a chain begins: what continues it begins at position `first`, which is always the same for the same key. What hangs below
+        the page of that name hangs here then, unless it is read along the page: then it is the stem that ends with the page."""
+        page = self._ending_with(key)
+        if page is not None and any(child.held for child in page.children.values()):
+            return self._along(page)
         if key not in self._roots:
             self._roots[key] = Stem(Segment((key,), (), (), first), None, key, 0)
-        return self._roots[key]
+        root = self._roots[key]
+        if page is not None:
+            self._move_children(page, root)
+            self._note_leaf(page)
+        return root
+
+    def _along(self, stem: Stem) -> Stem:
+        """What continues a stem hangs below its last page then, if that is here; answers where."""
+        root = self._roots.get(stem.segment.key)
+        page = self._ending_with(stem.segment.key) if root is not None else None
+        if root is None or page is None:
+            return stem
+        self._move_children(root, page)
+        self.forget_bare(root)
+        return page
+
+    def _ending_with(self, key: Key) -> Stem | None:
+        stem = self._whole.get(key)
+        if stem is None or stem.segment.key == key:
+            return stem
+        return self._cut(stem, stem.segment.keys.index(key) + 1)
+
+    def _move_children(self, source: Stem, target: Stem) -> None:
+        for child in list(source.children.values()):
+            child.move(target)
+            if child.held:
+                self._hold(target)
+                self._loosen(source)
 
     def stems(self) -> Iterator[Stem]:
         """Every stem but the roots, parents first."""
@@ -132,7 +116,7 @@ class PrefixTree:
         whole = min(len(keys), limit // self.page_size)
         while page < whole and (child := stem.children.get(keys[page])) is not None:
             equal = shared_length(child.segment.keys, keys[page:whole])
-            stem = child if equal == len(child.segment.keys) else self._cut(child, equal)
+            stem = self._along(child if equal == len(child.segment.keys) else self._cut(child, equal))
             stem.used = now
             page += equal
         rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
@@ -153,25 +137,32 @@ class PrefixTree:
 
     def insert(self, at: Stem, keys: Sequence[Key], tokens: Sequence[int], pages: Sequence[int], owner: Key, now: float) -> Inserted:
         """Hands over whole pages that continue a stem pinned by the caller. A run that is known already keeps its old pages."""
-        own, spare, place, start = list(pages), [], 0, at
-        while place < len(keys) and (child := at.children.get(keys[place])) is not None:
-            equal = shared_length(child.segment.keys, keys[place:])
-            at = child if equal == len(child.segment.keys) else self._cut(child, equal)
-            at.used = now
-            spare += own[place : place + equal]
-            own[place : place + equal] = at.segment.pages
+        own, spare, place, start, size = list(pages), list[int](), 0, at, self.page_size
+        at = self._along(at)
+        while place < len(keys):
+            child = at.children.get(keys[place])
+            if child is not None:
+                equal = shared_length(child.segment.keys, keys[place:])
+                at = child if equal == len(child.segment.keys) else self._cut(child, equal)
+                at.used = now
+                spare += own[place : place + equal]
+                own[place : place + equal] = at.segment.pages
+            else:  # new, up to where it may go on with what began there before
+                equal = next((count for count, key in enumerate(keys[place:], 1) if key in self._roots), len(keys) - place)
+                end = place + equal
+                fresh = Segment(tuple(keys[place:end]), tuple(tokens[place * size : end * size]), tuple(own[place:end]), at.end)
+                spare += self._drop_covered(at, fresh.tokens, owner)
+                grows = at is start and at.owner == owner and _is_loose_leaf(at, 1)
+                at = self._lengthen(at, fresh, now) if grows else self._sprout(at, fresh, owner, now)
+                self._whole.update(dict.fromkeys(fresh.keys, at))
+                self.pages += len(fresh.pages)
+            at = self._along(at)
             place += equal
-        if place < len(keys):
-            fresh = Segment(tuple(keys[place:]), tuple(tokens[place * self.page_size :]), tuple(own[place:]), at.end)
-            spare += self._drop_covered(at, fresh.tokens, owner)
-            grows = at is start and at.owner == owner and _is_loose_leaf(at, 1)
-            at = self._lengthen(at, fresh, now) if grows else self._sprout(at, fresh, owner, now)
-            self.pages += len(fresh.pages)
         return Inserted(at, own, spare)
 
     def insert_end(self, at: Stem, tokens: Sequence[int], page: int, owner: Key, now: float) -> list[int]:
         """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
-        end = tuple(tokens)
+        at, end = self._along(at), tuple(tokens)
         owners = self._owners(at, owner)
         if any(child.owner in owners and child.segment.tokens[: len(end)] == end for child in at.beginning(end[0])):
             return [page]
@@ -183,22 +174,29 @@ class PrefixTree:
 
     def pin(self, stem: Stem) -> None:
         stem.pins += 1
-        above: Stem | None = stem if stem.pins == 1 else None
-        while above is not None:
-            above.held += 1
-            self._held += len(above.segment.pages) if above.held == 1 else 0
-            above = above.parent if above.held == 1 else None
+        if stem.pins == 1:
+            self._hold(stem)
 
     def unpin(self, stem: Stem) -> None:
         assert stem.pins > 0
         stem.pins -= 1
-        above: Stem | None = stem if not stem.pins else None
-        while above is not None:
-            above.held -= 1
-            self._held -= len(above.segment.pages) if not above.held else 0
-            above = above.parent if not above.held else None
+        if not stem.pins:
+            self._loosen(stem)
         self.forget_bare(stem)
         self._note_leaf(stem)
+
+    def _hold(self, stem: Stem | None) -> None:
+        """There is one reason more why it must stay, and whatever leads to it."""
+        while stem is not None:
+            stem.held += 1
+            self._held += len(stem.segment.pages) if stem.held == 1 else 0
+            stem = stem.parent if stem.held == 1 else None
+
+    def _loosen(self, stem: Stem | None) -> None:
+        while stem is not None:
+            stem.held -= 1
+            self._held -= len(stem.segment.pages) if not stem.held else 0
+            stem = stem.parent if not stem.held else None
 
     def drop(self, stem: Stem) -> list[int]:
         """Forgets a stem that nobody reads and nothing continues, and what leads to it alone; answers the pages."""
@@ -206,6 +204,7 @@ class PrefixTree:
         while _is_loose_leaf(stem):
             assert stem.parent is not None
             freed += stem.segment.pages
+            self._forget_pages(stem.segment.keys)
             stem.parent.disown(stem)
             self.forget_bare(stem.parent)
             stem = stem.parent
@@ -294,11 +293,17 @@ class PrefixTree:
         stem.change(Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens))
         stem.parent = upper
         upper.adopt(stem)
+        self._whole.update(dict.fromkeys(upper.segment.keys, upper))
         return upper
+
+    def _forget_pages(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._whole.pop(key, None)  # a short end is none of them
 
     def _trim(self, leaf: Stem, count: int) -> list[int]:
         old = leaf.segment
         keep = max(0, len(old.pages) - count)
+        self._forget_pages(old.keys[keep:])
         self._evicted.update(dict.fromkeys(old.keys[keep:]))
         while len(self._evicted) > REMEMBERED:
             del self._evicted[next(iter(self._evicted))]

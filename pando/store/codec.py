@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InvalidOption
 from .tier import Shape
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)}
 _NAN = -128  # of int8: the one value that no number is rounded to
 _FLOAT = 4  # bytes of a scale
 

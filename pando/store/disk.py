@@ -117,8 +117,7 @@ class DiskTier:
             self._folder.index.touch([(self._tag, key) for key in keys], self._clock())
 
     def pin(self, keys: Sequence[Key], pinned: bool = True) -> None:
-        with self._folder.hint():
-            self._folder.index.pin([(self._tag, key) for key in keys], pinned)
+        self._folder.pin([(self._tag, key) for key in keys], pinned)
 
     def purge(self, tenant: bytes) -> int:
         """Removes all pages of a tenant, of every shape; how many there were."""

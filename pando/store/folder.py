@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -133,6 +134,14 @@ class Folder:
             self.index.settle()
         return removed
 
+    def pin(self, names: Collection[Name], pinned: bool) -> None:
+        """They stay, whatever their age. The file says so, too, by being for reading alone: so a new index knows it."""
+        for name in names:
+            with suppress(OSError):  # it is not there, or someone else's
+                self.path(name).chmod(0o400 if pinned else 0o600)
+        with self.hint():
+            self.index.pin(names, pinned)
+
     # ---- all of them
 
     def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[Entry]:
@@ -202,11 +211,18 @@ class Folder:
         files = set(self.files())
         index.remove(rows - files)
         index.add(self._adopted(files - rows))
+        index.pin([name for name in files - rows if self._is_pinned(name)], True)
 
     def _adopted(self, names: Iterable[Name]) -> Iterator[tuple[Header, float]]:
         for name in names:
             with suppress(Lost), closing(PageFile(self.path(name), name)) as file:  # `verify` tells of those that are not sound
                 yield file.header, file.modified
+
+    def _is_pinned(self, name: Name) -> bool:
+        try:
+            return not self.path(name).stat().st_mode & stat.S_IWUSR
+        except OSError:
+            return False
 
     @contextmanager
     def hint(self) -> Iterator[None]:

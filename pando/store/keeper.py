@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..kv.segment import Key, page_key
-from ..kv.tree import Stem
+from ..kv.stem import Stem
 from .tier import Card, Lost
 
 

@@ -4,8 +4,9 @@ Lookahead goes by the waiting queue: what no waiting job needs leaves before wha
 served in order, so whatever is not in it yet is needed after everything that is. The window of CachedAttention's section 3.3, `(C_host +
 C_disk) / S_kv` jobs, is how many of them fit on average; leaving from the queue's tail keeps those that do fit, and needs no average.
 
-Pages are chained, and one whose predecessor is gone is of no use. So chains leave from their ends: every job that needs a page needs those
-before it, whoever uses a page uses those before it, and at the same time of use the deepest is first.
+Pages are chained, and one whose predecessor is gone is of no use, but to those who begin at it: they have dropped what stood before. So
+chains leave from their ends: every job that needs a page needs those before it, from where it begins, whoever uses a page uses those, and
+at the same time of use the deepest is first.
 """
 
 import math

@@ -13,10 +13,11 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from queue import SimpleQueue
 
 from ..kv.segment import Key, page_key, shared_length
-from ..kv.tree import Stem
+from ..kv.stem import Stem
 from .facts import Counts, Room, StoreFacts
 from .keeper import Found, Offer, Part, end_parent
 from .ledger import Ledger, Move, Page
@@ -59,6 +60,7 @@ class Store:
         self._free: list[Stem] = []  # stems that need not stay any longer
         self._queued: dict[Key, int] = {}  # pages that were offered and are not kept yet
         self._raising: set[Key] = set()
+        self._going: Counter[Key] = Counter()  # pages that are not to be found any more, and still have to be removed from a tier
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
         weakref.finalize(self, _stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
@@ -86,6 +88,7 @@ class Store:
     ) -> Found | None:
         """What is kept of the pages with these keys, from the first on, and of the tokens behind them, if loading is worth its time.
         `limit`: so many of the tokens are wanted at most; `before`: the key of the page before; `owners`: whose short ends may be used."""
+        self._expire()
         size = self.transfer.shape.page_size
         parts, count = list[Part](), 0
         for tier, key in zip(self._tiers(keys[: -(-limit // size)]), keys, strict=False):
@@ -108,7 +111,8 @@ class Store:
         while place < len(keys):
             names = self.ledger.find(keys[place:])
             if not names:  # what others wrote to a tier is known to that tier alone
-                names = next(([tier.name] * count for tier in self.below if (count := tier.look(keys[place:]))), [])
+                there = list(takewhile(lambda key: key not in self._going, keys[place:]))
+                names = next(([tier.name] * count for tier in self.below if (count := tier.look(there))), [])
             if not names:
                 return
             yield from names
@@ -116,6 +120,7 @@ class Store:
 
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
         """What a row will need: its pages, and behind those that are kept the short end that it goes on from. Nobody else is asked."""
+        self._expire()
         size, held = self.transfer.shape.page_size, len(self.ledger.find(keys))
         ours = [tier for tier in (self.host, *self.below) if tier.name in self.ledger.capacities]
         end, _ = self._end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size])
@@ -127,7 +132,7 @@ class Store:
             for tier in tiers:
                 for card in tier.ends(parent):
                     shared = shared_length(card.tokens, rest)
-                    if shared > best and page_key(card.parent, card.tokens) == card.key:
+                    if shared > best and card.key not in self._going and page_key(card.parent, card.tokens) == card.key:
                         best, found = shared, Part(card, tier.name)
         return found, best
 
@@ -238,13 +243,13 @@ class Store:
         return bool(self._offers or self._leaving or self._writing or self._raising or not self._done.empty())
 
     def forget_pool(self) -> None:
-        """The pool's pages are not to be trusted any more: nothing more of them is saved, and nothing is copied from or to them when this
-        returns. What was offered before is sound: only a step that settled offers anything."""
+        """The pool's pages are not to be trusted any more: nothing more of them is saved, and nothing is copied from them when this
+        returns. What was offered before is sound: only a step that settled offers anything. Loads go on until they are done, since a tier
+        may hang."""
         cards = [card for offer in self._offers for card in offer.cards]
         self._offers.clear()
         self._not_saved(cards, "failed")
         self._saver.settle()
-        self._loader.settle()
         self.pump()
         self._free = []
 
@@ -348,7 +353,22 @@ class Store:
             if move.source == "host":
                 self._passed([move.key])
             else:
-                self._writer.post(partial(self.transfer.tiers[move.source].drop, [move.key]))
+                self._going[move.key] += 1
+                self._writer.post(partial(self._remove, move.key, move.source))
+
+    def _remove(self, key: Key, tier: str) -> None:
+        """In a thread that may wait."""
+        self.transfer.tiers[tier].drop([key])
+        self._done.put(partial(self._removed, key))
+
+    def _removed(self, key: Key) -> None:
+        self._going[key] -= 1
+        if not self._going[key]:
+            del self._going[key]
+
+    def _expire(self) -> None:
+        """What nobody used for too long is not found by who looks for it now."""
+        self._move(self.ledger.expire(self._clock()))
 
     def discard(self, keys: Sequence[Key]) -> None:
         """They are not what they should be, and leave every tier."""

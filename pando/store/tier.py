@@ -34,7 +34,7 @@ class Shape:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: str  # as torch names it: float32, bfloat16, float16
+    dtype: str  # of the pool, as torch names it: float32, bfloat16, float16, float8_e4m3fn
     page_size: int
     codec: str = "none"
 

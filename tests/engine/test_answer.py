@@ -1,16 +1,19 @@
 """From tokens to text, and when an answer ends: what is streamed, and what is held back."""
 
+import logging
 import random
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pando.engine.answer import Answer
-from pando.engine.request import SamplingParams, TokenEvent
+from pando.engine.request import Request, SamplingParams, TokenEvent
 from pando.engine.row import Row
 from pando.engine.sampler import NO_TOKEN, Chosen
 
-from ..tiny import END, tiny_tokenizer
+from ..tiny import END, greedy, run, tiny_engine, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()  # a token is a byte
 
@@ -151,6 +154,46 @@ def test_a_token_that_could_not_be_chosen_ends_an_answer_as_an_error() -> None:
     event = listener.take(Chosen(NO_TOKEN))
     assert (event.finish_reason, event.text) == ("error", "x")
     assert listener.row.output == TOKENIZER.encode("ax"), "it is no token of the answer"
+
+
+class Broken:
+    """A grammar that fails at the second token."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def allowed(self) -> Any:
+        return np.full(9, -1, dtype=np.int32)
+
+    def accept(self, token: int) -> bool:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("no such rule")
+        return False
+
+
+def test_an_answer_that_cannot_go_on_ends_as_an_error_and_says_why_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pando"), "propagate", True)
+    listener = answer()
+    listener.row.constraint = Broken()
+    events = told(listener, "abc")
+    assert [(event.text, event.finish_reason) for event in events] == [("a", None), ("", "error")]
+    assert "answer 0 of request r cannot go on" in caplog.text and "no such rule" in caplog.text
+
+
+@pytest.mark.usefixtures("overlap")
+def test_an_answer_that_cannot_go_on_costs_the_others_of_its_step_no_token_and_no_cache() -> None:
+    prompts = {name: [place * 7 + ord(name[0]) for place in range(12)] for name in ("first", "broken", "last")}
+    expected = {name: run(tiny_engine(), [Request(name, prompt, greedy(8))])[name, 0] for name, prompt in prompts.items()}
+    engine = tiny_engine()
+    found = run(engine, [Request(name, prompts[name], greedy(8), constraint=Broken if name == "broken" else None) for name in prompts])
+    for name in ("first", "last"):
+        assert [event.token for event in found[name, 0]] == [event.token for event in expected[name]]
+    assert [event.finish_reason for event in found["broken", 0]] == [None, "error"]
+    assert engine.tree.pages > 0, "nothing is wrong with what was computed"
+    assert run(engine, [Request("again", [*prompts["broken"], 1], greedy(1))])["again", 0][0].num_cached_tokens == 12
 
 
 def test_a_character_begun_in_the_prompt_is_completed() -> None:

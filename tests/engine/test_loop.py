@@ -16,8 +16,11 @@ from pando.engine.loop import FAILURES, EngineLoop
 from pando.engine.request import Request, TokenEvent
 from pando.engine.row import Schedule
 from pando.errors import InvalidPrompt
+from pando.store import transfer
+from pando.store.speeds import Speeds
 
 from ..tiny import greedy, run, tiny_engine
+from .test_store import settled
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -310,6 +313,34 @@ def test_when_the_loop_dies_of_its_own_error_nobody_waits_for_ever():
         loop._thread.join(WAIT)
         with pytest.raises(CancelledError):
             loop.call(lambda engine: 1).result(WAIT)
+
+
+def test_a_tier_that_hangs_while_a_step_fails_costs_time_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gate, prompt = tiny_engine(kv_cache_tokens=160, host_gib=0.01), threading.Event(), PROMPTS["request 11"] * 4
+    assert engine.store is not None
+    run(engine, [Request("before", prompt, greedy(1))])
+    settled(engine)
+    engine.clear_cache()
+    monkeypatch.setattr(transfer, "LATE", 0.05)
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    load = engine.store.transfer.load
+
+    def hang(*given: Any) -> None:
+        gate.wait(WAIT)
+        load(*given)
+
+    monkeypatch.setattr(engine.store.transfer, "load", hang)
+    failing(engine, 1)
+    try:
+        with looping(engine) as (loop, desk):
+            loop.add(Request("first", prompt, greedy()))
+            assert desk.answer("first") == alone(prompt)
+            assert engine.pages.free + engine.tree.pages < engine.pages.count, "what may still be written to is nobody's"
+            gate.set()
+            loop.call(settled).result(WAIT)
+            assert loop.call(lambda engine: engine.pages.free + engine.tree.pages).result(WAIT) == engine.pages.count
+    finally:
+        gate.set()
 
 
 def test_pins_run_out_while_nobody_asks_for_anything(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from pando.engine import scheduler
 from pando.engine.engine import Engine
 from pando.engine.llm import LLM
-from pando.engine.request import Request, Tenant
+from pando.engine.request import Request, Tenant, Truncation
+from pando.engine.truncation import Cut, Layout
 from pando.errors import InvalidOption
+from pando.kv.run import Origin, Run
 from pando.kv.segment import Key
 from pando.model.load import Model
 from pando.store import transfer
@@ -145,6 +148,22 @@ def test_a_page_is_saved_once_however_many_turns_share_it(model: Model, tmp_path
     saved = engine.store.facts().saved
     assert saved["host"] == saved["disk"] == 10 + 4 * 2
     engine.close()
+
+
+def test_a_module_comes_up_without_what_it_was_encoded_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    engine = engine_of(model, None, host_gib=ENOUGH, kv_cache_tokens=400)
+    first = Run(tuple(words(1, 40)), 0, Origin((), 0))
+    second = Run(tuple(words(2, 24)), 40, Origin((first,), 40))
+    asked = [Request("r", words(3, 9), greedy(6), runs=runs) for runs in ((first, second), (second.moved(0),))]
+    wanted = [[event.token for event in run(engine, [request])["r", 0]] for request in asked]
+    evict(engine)
+    assert engine.store is not None and engine.store.facts().loaded == {}
+    events = run(engine, [asked[1]])["r", 0]
+    assert [event.token for event in events] == wanted[1]
+    assert engine.store.facts().loaded == {"host": 24 + 8} and events[0].reuse.tiers == {"host": 24 + 8}, "and the words behind it"
+    assert [event.token for event in run(engine, [asked[0]])["r", 0]] == wanted[0]
+    whole(engine)
 
 
 def test_tenants_do_not_share_what_is_kept(model: Model, tmp_path: Path) -> None:
@@ -347,25 +366,45 @@ def test_a_request_that_is_cancelled_while_its_context_comes_leaves_nothing_behi
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("PANDO_SCHEDULES", "40"))))
-def test_whatever_fails_the_answers_are_those_of_a_cold_run(model: Model, tmp_path: Path, seed: int, expected: "Expected") -> None:
-    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail."""
+def test_whatever_fails_the_answers_are_those_of_a_cold_run(
+    model: Model, tmp_path: Path, seed: int, expected: "Expected", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail. Some outgrow the window."""
     dice = random.Random(seed)
-    engine = engine_of(model, tmp_path, host_gib=dice.choice((0, LITTLE, ENOUGH)), kv_cache_tokens=dice.choice((POOL, 320)))
+    options = {"max_model_len": 100, "kv_cache_tokens": dice.choice((POOL, 320, 960))}
+    monkeypatch.setattr(Speeds, "pays", dice.choice((Speeds.pays, lambda *_: True)))  # a model of this size is sooner computed
+    engine = engine_of(model, tmp_path, host_gib=dice.choice((0, LITTLE, ENOUGH)), **options)
     spoil(engine, dice, dice.choice((0.0, 0.02, 0.2)))
+    talks = {"long": words(50, 60), "longer": words(51, 90)}
     for restart in range(2):
         for _ in range(5):
             chosen = dice.sample(range(6), dice.randrange(1, 4))
             asked = {str(each): expected.turn(each, dice.randrange(3)) for each in chosen}
-            events = run(engine, [Request(name, prompt, greedy(6)) for name, (prompt, _) in asked.items()])
+            talking = dice.sample(sorted(talks), dice.choice((0, 1, 2, 2)))
+            cut = [Request(name, talks[name], greedy(6), truncation=Truncation(keep=8)) for name in talking]
+            events = run(engine, [*(Request(name, prompt, greedy(6)) for name, (prompt, _) in asked.items()), *cut])
             for name, (_, answer) in asked.items():
                 assert [event.token for event in events[name, 0]] == answer
-            if dice.random() < 0.3:
+            for request in cut:
+                answer = [event.token for event in events[request.request_id, 0]]
+                assert answer == made_from_nothing(model, engine, request)
+                talks[request.request_id] = [*request.prompt, *answer, *words(len(request.prompt), 25)]
+            if dice.random() < 0.5:
                 engine.clear_cache()
         whole(engine)
         engine.close()
         if not restart:
-            engine = engine_of(model, tmp_path, host_gib=0)
+            engine = engine_of(model, tmp_path, host_gib=0, **options)
             spoil(engine, dice, 0.05)
+
+
+def made_from_nothing(model: Model, engine: Engine, request: Request) -> list[int]:
+    """The answer to what is left of a conversation, as an engine cut it, by one that computes all of it."""
+    layout = engine.truncations._recall(request.prompt, engine.admission.lineage(OURS, 0)) or Layout()
+    asked = replace(Cut(layout).request(request), request_id="r")
+    if not layout.runs:
+        return cold(model, asked.prompt)
+    return [event.token for event in run(tiny_engine(model, kv_cache_tokens=4096), [asked])["r", 0]]
 
 
 class Expected:
@@ -478,6 +517,30 @@ def test_states_that_are_no_numbers_stay_in_no_tier(tmp_path: Path) -> None:
     assert events[0].num_cached_tokens == 0
     assert [event.token for event in events] == cold(model, prompt)
     second.close()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_nobody_used_for_too_long_is_not_found_any_more(model: Model, tmp_path: Path, quick: bool) -> None:
+    """Also where nothing was kept since, and before it is removed."""
+    engine, prompt = engine_of(model, tmp_path, ttl=60), words(26, 71)
+    ask(engine, prompt)
+    evict(engine)
+    store = engine.store
+    assert store is not None
+    start = store._clock()
+    store._clock = lambda: start + 59  # type: ignore[method-assign]
+    assert sum(ask(engine, prompt)[0].reuse.tiers.values()) >= 68
+    evict(engine)
+    store._clock = lambda: start + 59 + 61  # type: ignore[method-assign]
+    removing = threading.Event()
+    if quick:
+        store._writer.post(lambda: removing.wait(20))
+    events = ask(engine, prompt)
+    removing.set()
+    assert (events[0].num_cached_tokens, dict(events[0].reuse.tiers)) == (0, {})
+    assert [event.token for event in events] == cold(model, prompt)
+    whole(engine)
+    engine.close()
 
 
 def test_an_engine_that_was_closed_still_answers(model: Model, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from pando.engine import scheduler
 from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from pando.engine.row import Schedule
@@ -20,10 +22,11 @@ from pando.kv.run import Origin, Run
 from pando.model.config import Rope
 from pando.model.decoder import Step, geometry
 from pando.model.load import Model
+from pando.store import transfer
 from pando.store.speeds import Speeds
 
 from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
-from .test_store import settled
+from .test_store import Stuck, evict, settled
 
 PAGE, WINDOW, KEEP = 4, 128, 8
 AUTO = Truncation(keep=KEEP)
@@ -412,6 +415,111 @@ def test_states_that_are_kept_below_the_pool_are_brought_back_and_moved(model: M
     assert again > 10
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_cut_conversation_that_left_the_pool_answers_as_from_the_pool_and_loads_only_what_it_reads(
+    model: Model, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that it dropped, and nothing of what its states were computed behind."""
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    place = {"host_gib": 0.01} if tier == "host" else {"disk_gib": 0.01, "disk_dir": str(tmp_path)}
+    stays, leaves, cuts = Talk(small(model)), Talk(small(model, **place)), set[int]()
+    for _ in range(24):
+        before = loaded(leaves.engine)
+        wanted, event = stays.turn(), leaves.turn()
+        assert leaves.said == stays.said
+        assert event.reuse.truncated == wanted.reuse.truncated
+        came, told = loaded(leaves.engine) - before, event.reuse.truncated
+        if told is not None:
+            cuts.add(told.dropped)
+            assert told.moved and 0 < came <= sum(event.reuse.tiers.values()) + PAGE <= event.num_prompt_tokens
+        settled(leaves.engine)
+        leaves.engine.clear_cache()
+    assert len(cuts) > 3 and max(cuts) > 2 * WINDOW, "it was cut again and again"
+    assert leaves.engine.pages_in_use == 0
+    leaves.engine.close()
+
+
+def loaded(engine: Engine) -> int:
+    assert engine.store is not None
+    return sum(engine.store.facts().loaded.values())
+
+
+def test_kept_states_that_turn_out_to_be_damaged_are_made_again_as_they_were(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    stays, leaves = Talk(small(model)), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)))
+    for talk in (stays, leaves):
+        while (told := talk.turn().reuse.truncated) is None or told.dropped < WINDOW:
+            pass
+    settled(leaves.engine)
+    leaves.engine.clear_cache()
+    for file in (file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size > 600 and "sqlite" not in file.name):
+        raw = bytearray(file.read_bytes())
+        raw[-5] ^= 1
+        file.write_bytes(raw)
+    store = leaves.engine.store
+    assert store is not None
+    above = [page.key for page in store.ledger.held("host")]
+    store.ledger.drop(above, "host")
+    store.host.drop(above)
+    wanted, event = stays.turn(), leaves.turn()
+    assert leaves.said == stays.said and event.reuse.truncated == wanted.reuse.truncated
+    assert store.facts().lost["corrupt"]
+    again = leaves.turn()
+    assert again.num_prompt_tokens - again.num_cached_tokens == 13, "what was made again is there again"
+    settled(leaves.engine)
+    leaves.engine.clear_cache()
+    assert leaves.engine.pages_in_use == 0
+    leaves.engine.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_kept_states_that_do_not_come_are_made_again_as_they_were(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    monkeypatch.setattr(transfer, "LATE", 0.05)
+    monkeypatch.setattr(scheduler, "PATIENCE", 0.05)
+    stays, leaves = Talk(small(model), opening=110), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), opening=110)
+    for talk in (stays, leaves):
+        talk.until_cut()
+    engine, store = leaves.engine, leaves.engine.store
+    assert store is not None
+    evict(engine)
+    above = [page.key for page in store.ledger.held("host")]
+    store.ledger.drop(above, "host")
+    store.host.drop(above)
+    stuck = Stuck(store.below[0])
+    store.below, store.transfer.tiers["disk"] = (stuck,), stuck
+    if not alone:
+        engine.add(ask("other", words(23, 5), 100, None))
+        engine.step()
+        slowly = engine.scheduler.clock
+        engine.scheduler.clock = lambda: slowly() + 0.01 * engine.steps
+    wanted, event = stays.turn(), leaves.turn()
+    assert leaves.said == stays.said and event.reuse.truncated == wanted.reuse.truncated
+    assert dict(event.reuse.tiers) == {}
+    stuck.free.set()
+    evict(engine)
+    assert engine.pages_in_use == 0
+    engine.close()
+
+
+def test_what_was_dropped_gives_its_pages_to_others_while_the_rest_is_read(model: Model) -> None:
+    talk = Talk(small(model, kv_cache_tokens=60 * PAGE), opening=110)
+    talk.turn()
+    engine = talk.engine
+    engine.add(ask("cut", talk.history + words(7, 10), 30))
+    while not engine.scheduler.running:
+        engine.step()
+    [row] = engine.scheduler.running
+    assert row.truncated is not None and row.truncated.dropped == 64 and not row.truncated.recomputed
+    read = {page for found in row.imports for segment in found.path() for page in segment.pages}
+    assert engine.tree.pages - engine.tree.evictable() == len(read) + row.settled // PAGE
+    drain(engine)
+
+
 def test_states_that_go_between_asking_and_running_are_made_again() -> None:
     """Behind what was dropped, as they were: the answer is the same."""
     talk = Talk(small(), opening=110)
@@ -431,7 +539,7 @@ def test_states_that_go_between_asking_and_running_are_made_again() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_truncated_row_that_is_preempted_answers_the_same(seed: int) -> None:
     model, found = tiny_model(), []
-    for tokens in (4096, 340):
+    for tokens in (4096, 300):
         engine = small(model, kv_cache_tokens=tokens)
         talk = Talk(engine, opening=110)
         talk.turn()
@@ -474,10 +582,10 @@ def test_an_edit_behind_the_moved_states_reuses_what_is_shared_and_says_where_it
 def test_a_history_that_ends_where_the_moved_states_do_is_answered(model: Model) -> None:
     talk = Talk(small(model))
     talk.until_cut()
-    [(layout, _)] = talk.engine.truncations._layouts.values()
-    event = events(talk.engine, ask("shorter", talk.history[: layout.end], 30))[-1]
+    [(remembered, _)] = talk.engine.truncations._layouts.values()
+    event = events(talk.engine, ask("shorter", talk.history[: remembered.end], 30))[-1]
     assert event.reuse.truncated is not None
-    assert event.num_cached_tokens == event.num_prompt_tokens - 1 == layout.placed - 1
+    assert event.num_cached_tokens == event.num_prompt_tokens - 1 == remembered.recalled(talk.history).placed - 1
 
 
 def test_tenants_share_neither_states_nor_what_is_remembered(model: Model) -> None:
@@ -500,13 +608,39 @@ def test_a_public_beginning_is_found_where_it_is_everyones(model: Model) -> None
     assert event.num_cached_tokens == event.num_prompt_tokens - 11
 
 
+@pytest.mark.parametrize("span", [(8, 16), (8, 20), (8, 40)])
+def test_what_stands_behind_a_public_part_that_was_dropped_stays_each_tenants_own(
+    model: Model, span: Span, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    engine, history = small(model, host_gib=0.01), words(1, 100)
+    anna, bert, carl = (Tenant(name, name) for name in (b"a", b"b", b"c"))
+    for who in (anna, bert):
+        events(engine, ask(f"{who}", history, 1, tenant=who, public=20))
+    found = []
+    for _ in range(2):
+        for who in (anna, bert):
+            found.append(events(engine, ask("cut", history + words(2, 9), 6, None, drop=[span], tenant=who, public=20)))
+            told = found[-1][-1].reuse.truncated
+            assert told is not None and told.moved == 100 - span[1]
+        settled(engine)
+        engine.clear_cache()
+    assert len({tuple(event.token for event in each) for each in found}) == 1
+    assert all(each[-1].num_cached_tokens - sum(each[-1].reuse.tiers.values()) == 0 for each in found[2:3])
+    other = events(engine, ask("other", history + words(2, 9), 6, None, drop=[span], tenant=carl, public=20))[-1].reuse.truncated
+    assert other is not None and other.moved == max(0, 20 - span[1]), "what is public, and no more"
+
+
 def test_little_is_remembered_of_what_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pando.engine.truncation.REMEMBERED", 400)
+    monkeypatch.setattr("pando.engine.truncation.REMEMBERED", 4)
     engine = small()
-    for seed in range(6):
-        Talk(engine, seed).until_cut()
-    assert 0 < len(engine.truncations._layouts) <= 4
-    assert engine.truncations._weight == sum(layout.end for layout, _ in engine.truncations._layouts.values()) <= 400
+    talks = [Talk(engine, seed) for seed in range(6)]
+    for talk in talks:
+        talk.until_cut()
+    assert len(engine.truncations._layouts) == 4
+    assert not any(layout.runs for layout, _ in engine.truncations._layouts.values()), "the tokens come with the history"
+    known, unknown = talks[-1].turn(), talks[0].turn()
+    assert known.num_prompt_tokens - known.num_cached_tokens == 13 < unknown.num_prompt_tokens - unknown.num_cached_tokens
 
 
 # ---- what makes no sense

@@ -3,7 +3,8 @@ import random
 import pytest
 
 from pando.kv.segment import Key, Lineage, extend_keys, page_key, root_key, shared_length
-from pando.kv.tree import Match, PrefixTree, Stem
+from pando.kv.stem import Stem
+from pando.kv.tree import Match, PrefixTree
 
 PAGE = 4
 ROOT = root_key(b"model", b"")
@@ -281,3 +282,142 @@ def test_of_thousands_of_continuations_only_those_that_begin_alike_are_compared(
     gone = set(tree.evict(1500))
     for token in range(2000):
         assert find(tree, [0, 1, 2, 3, token, token + 1]).page == (None if 1 + token in gone else 1 + token)
+
+
+# ---- chains that begin at any key
+
+
+def begin(tree: PrefixTree, tokens: list[int], skipped: int, pages: list[int], now: int = 0) -> Stem:
+    """As a row would that has the pages of a chain from some page on, and none of those before it."""
+    keys = keys_of(tokens)
+    root = tree.root(keys[skipped - 1], skipped * PAGE)
+    tree.pin(root)
+    done = tree.insert(root, keys[skipped:], tokens[skipped * PAGE :], pages, ROOT, now)
+    tree.unpin(root)
+    return done.stem
+
+
+def find_from(tree: PrefixTree, tokens: list[int], skipped: int, now: int = 0) -> list[int]:
+    """The pages of a chain from some page on, whether those before it are there or not."""
+    keys, first = keys_of(tokens), skipped * PAGE
+    match = tree.match(Lineage(keys[skipped - 1], ROOT), keys[skipped:], tokens[first:], len(tokens) - first, now, first=first)
+    pages = [page for segment in match.stem.path(first) for page in segment.pages]
+    assert match.length - first >= len(pages) * PAGE
+    tree.forget_bare(match.stem)
+    return pages
+
+
+def test_a_chain_is_found_from_any_page_on_without_those_before_it() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(20))
+    begin(tree, tokens, 2, [7, 8, 9])
+    assert find_from(tree, tokens, 2) == [7, 8, 9]
+    assert find_from(tree, tokens, 3) == [8, 9]
+    assert pages_of(find(tree, tokens)) == [], "from its beginning there is nothing"
+    assert tree.pages == 3
+
+
+def test_what_is_there_with_its_beginning_is_found_from_any_page_on_and_again_from_its_beginning() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(20))
+    remember(tree, tokens, [1, 2, 3, 4, 5])
+    for _ in range(2):
+        assert find_from(tree, tokens, 2) == [3, 4, 5]
+        assert pages_of(find(tree, tokens)) == [1, 2, 3, 4, 5]
+    assert tree.pages == 5
+
+
+def test_who_reads_from_a_page_on_does_not_hold_what_leads_to_it() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(20))
+    remember(tree, tokens, [1, 2, 3, 4, 5])
+    stem = tree.match(Lineage(keys_of(tokens)[1], ROOT), keys_of(tokens)[2:], tokens[8:], 12, 0, first=8).stem
+    tree.pin(stem)
+    assert tree.evictable() == 2 and sorted(tree.evict(9)) == [1, 2]
+    assert find_from(tree, tokens, 2) == [3, 4, 5]
+    tree.unpin(stem)
+    assert sorted(tree.clear()) == [3, 4, 5] and not list(tree.stems())
+
+
+def test_a_beginning_that_comes_later_adopts_what_continues_it() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(20))
+    stem = begin(tree, tokens, 2, [7, 8, 9])
+    tree.pin(stem)
+    root = tree.root(ROOT)
+    tree.pin(root)
+    done = tree.insert(root, keys_of(tokens), tokens, [1, 2, 3, 4, 5], ROOT, 1)
+    assert (done.stem, done.pages, done.spare) == (stem, [1, 2, 7, 8, 9], [3, 4, 5])
+    assert [page for segment in stem.path() for page in segment.pages] == [1, 2, 7, 8, 9]
+    assert (tree.pages, tree.evictable()) == (5, 0), "whoever reads the end holds the beginning, now that it is there"
+    tree.unpin(root)
+    tree.unpin(stem)
+    assert tree.evictable() == 5
+
+
+def test_where_a_beginning_is_read_with_its_continuation_both_stay_together() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(20))
+    stem = remember(tree, tokens, [1, 2, 3, 4, 5])
+    tree.pin(stem)
+    assert find_from(tree, tokens, 2) == [3, 4, 5]
+    assert tree.evictable() == 0 and pages_of(find(tree, tokens)) == [1, 2, 3, 4, 5]
+    beside = begin(tree, [*tokens[:12], *[50] * 8], 3, [8, 9])
+    assert [segment.pages for segment in beside.path()][-1] == (8, 9) and beside.path()[0].first == 0
+
+
+def test_who_began_at_a_key_hands_over_to_the_beginning_that_came_meanwhile() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(22))
+    root = tree.root(keys_of(tokens)[1], 8)
+    tree.pin(root)
+    remember(tree, tokens[:12], [1, 2, 3])
+    done = tree.insert(root, keys_of(tokens)[2:], tokens[8:20], [7, 8, 9], ROOT, 1)
+    assert (done.pages, done.spare) == ([3, 8, 9], [7]) and pages_of(find(tree, tokens)) == [1, 2, 3, 8, 9]
+    brief = [*tokens[:8], 90, 91]
+    remember(tree, brief, [1, 2, 6])
+    assert tree.insert_end(root, brief[8:], 5, ROOT, 1) == [5]
+    tree.unpin(root)
+    assert sorted(tree.clear()) == [1, 2, 3, 6, 8, 9] and not tree._roots
+
+
+def test_short_ends_move_with_the_page_that_they_continue() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(10))
+    stem = begin(tree, tokens[:8], 1, [7])
+    assert tree.insert_end(stem, tokens[8:], 8, ROOT, 0) == []
+    remember(tree, tokens[:4], [1])
+    assert (pages_of(found := find(tree, tokens)), found.page, found.tokens) == ([1, 7], 8, 2)
+    assert find_from(tree, tokens, 1) == [7]
+    end = tree.root(keys_of(tokens)[1], 8)
+    assert tree.insert_end(end, tokens[8:], 9, ROOT, 0) == [9], "it is known, wherever one comes from"
+    assert sorted(tree.clear()) == [1, 7, 8]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_begins_where_every_page_is_there_once_and_stays_while_it_is_read(seed: int) -> None:
+    chance = random.Random(seed)
+    tree, free, content, readers = PrefixTree(PAGE), list(range(300)), dict[int, Key](), list[tuple[Stem, int, list[int]]]()
+    for now in range(1, 250):
+        if len(free) < 40:
+            free += tree.evict(chance.randint(1, 60))
+        tokens = [chance.randrange(2) for _ in range(PAGE * chance.randint(1, 7))]
+        keys, skipped = keys_of(tokens), chance.choice((0, chance.randrange(len(tokens) // PAGE)))
+        first, root = skipped * PAGE, keys[skipped - 1] if skipped else ROOT
+        match = tree.match(Lineage(root, ROOT), keys[skipped:], tokens[first:], len(tokens) - first, now, first=first)
+        tree.pin(match.stem)
+        known = [page for segment in match.stem.path(first) for page in segment.pages]
+        assert [content[page] for page in known] == keys[skipped : skipped + len(known)]
+        own, rest = [free.pop() for _ in keys[skipped + len(known) :]], skipped + len(known)
+        content.update(zip(own, keys[rest:], strict=True))
+        done = tree.insert(match.stem, keys[rest:], tokens[rest * PAGE :], own, ROOT, now)
+        free += done.spare
+        tree.pin(done.stem)
+        tree.unpin(match.stem)
+        readers.append((done.stem, first, known + done.pages))
+        while len(readers) > 4 or (readers and chance.random() < 0.3):
+            tree.unpin(readers.pop(chance.randrange(len(readers)))[0])
+        for stem, start, pages in readers:
+            assert [page for segment in stem.path(start) for page in segment.pages] == pages
+        held = [(page, key) for stem in tree.stems() for page, key in zip(stem.segment.pages, stem.segment.keys, strict=True)]
+        assert len({page for page, _ in held}) == len({key for _, key in held}) == len(held) == tree.pages
+        assert all(content[page] == key for page, key in held) and len(free) + len(held) == 300
+        stays = {each for stem, _, _ in readers for each in _up(stem)}
+        assert tree.evictable() == sum(len(each.segment.pages) for each in tree.stems() if each not in stays)
+        assert all(root.children or root.pins for root in tree._roots.values()), "there may be any number of keys"
+    for stem, _, _ in readers:
+        tree.unpin(stem)
+    assert len(tree.clear()) == len(held) and not list(tree.stems())

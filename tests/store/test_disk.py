@@ -310,6 +310,20 @@ def test_a_row_without_a_file_is_a_miss(make, tmp_path):
     assert make().count == 0
 
 
+def test_pins_outlive_the_index(make, tmp_path):
+    before, cards = make(), chain(4)
+    save(before, *cards)
+    before.pin(keys(cards[:3]))
+    before.pin(keys(cards[2:3]), False)
+    before.close()
+    (tmp_path / "kv/v1/index.sqlite").unlink()
+    disk = make()
+    assert {entry.key for entry in disk.entries() if entry.pinned} == set(keys(cards[:2]))
+    assert [read(disk.open(one.key)) for one in cards] == [data(one) for one in cards]
+    disk.drop(keys(cards[:1]))
+    assert disk.look(keys(cards)) == 0
+
+
 def test_an_index_that_lies_about_a_short_end_costs_the_page_and_no_more(make, tmp_path):
     disk, end = make(), card(50, 3)
     save(disk, end)
