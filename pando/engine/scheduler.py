@@ -267,13 +267,15 @@ class Scheduler:
 
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped: list[Row] = []
+        idle = 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
         self._stuck_at = None
-        while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and len(skipped) < self.max_rows:
+        while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and idle < self.max_rows:
             row = self.waiting.popleft()
             makers = self._gather(row)
             if makers is not None or self._is_held(row):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
+                idle += not makers
                 continue
             if row.repair_cost > budget and any(turn.new > 1 for turn in turns.values()):
                 self.waiting.appendleft(row)  # a repair is not done in parts: it has a step to itself, but for rows that decode

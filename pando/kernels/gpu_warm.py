@@ -10,6 +10,7 @@ from .reads import Reads, joined
 from .reference import Geometry
 
 MOST = 4096  # tokens of a step
+PROMPTS = (100, 512)  # tokens of one beside rows that decode
 
 # Rows, tokens that all of them share, tokens that each has of its own, and how many of those it computes: what makes kernels differ is how
 # much there is of each, so that nearly all kinds are among these.
@@ -30,12 +31,16 @@ def warm_up(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: i
 
 
 def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
-    """All of their pages are the same one."""
+    """All of their pages are the same one. Where all rows decode, there is another with a prompt beside them."""
     for rows, shared, own, new in PLANS:
-        reads = []
-        if shared:
-            reads.append(([0] * -(-shared // page_size), shared, 0, range(rows * new), [0] * rows * new))
-        for row in range(rows):
-            mine = range(row * new, (row + 1) * new)
-            reads.append(([0] * -(-own // page_size), own, shared, mine, [0] * new))
-        yield joined(page_size, reads), torch.arange(shared + own - new, shared + own).repeat(rows)
+        reads = [_read(page_size, shared, 0, range(rows * new))] if shared else []
+        reads += [_read(page_size, own, shared, range(row * new, (row + 1) * new)) for row in range(rows)]
+        positions = torch.arange(shared + own - new, shared + own).repeat(rows)
+        yield joined(page_size, reads), positions
+        for prompt in PROMPTS if new == 1 else ():
+            beside = _read(page_size, prompt, 0, range(rows, rows + prompt))
+            yield joined(page_size, [*reads, beside]), torch.cat((positions, torch.arange(prompt)))
+
+
+def _read(page_size: int, tokens: int, first: int, queries: range) -> tuple[list[int], int, int, range, list[int]]:
+    return [0] * -(-tokens // page_size), tokens, first, queries, [0] * len(queries)

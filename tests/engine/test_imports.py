@@ -57,6 +57,16 @@ def test_a_causal_chain_of_modules_answers_as_the_plain_prompt_does(engine: Engi
     assert found[-1].num_prompt_tokens == 36
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_long_chain_of_modules_is_made_however_few_rows_may_run(rows: int) -> None:
+    chain = [OPENING]
+    for seed in range(2, 7):
+        chain.append(module(seed, 7, chain[-1].end, context=tuple(chain)))
+    plain = answer(tiny_engine(), Request("plain", [*(token for one in chain for token in one.tokens), *words(9, 6)], greedy(8)))
+    assert answer(tiny_engine(max_num_seqs=rows), ask("chain", chain)) == plain
+    assert run(tiny_engine(max_num_seqs=rows), [ask("last", chain[-1:])], steps=200)["last", 0]
+
+
 def test_a_prompt_that_ends_with_a_module_answers_as_the_plain_prompt_does(engine: Engine) -> None:
     a = module(2, 7, 10)
     for end in (a, module(3, 8, 17, context=(OPENING, a)), module(4, 1, 17, context=(OPENING, a))):

@@ -254,5 +254,6 @@ def test_kernels_are_made_before_they_are_needed(gpu: ModuleType, monkeypatch: p
     monkeypatch.setattr(gpu.Launches, "__call__", watch)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(gpu_warm, "PLANS", ((1, 0, 16, 1), (3, 32, 16, 1), (2, 16, 8, 8)))
+        monkeypatch.setattr(gpu_warm, "PROMPTS", (20,))
     gpu_warm.warm_up(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 16, torch.float32)
     assert len(launched) == 2, "tiles and their merge"
