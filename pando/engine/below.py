@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ..kv.segment import Key, Lineage, page_key
+from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
 from ..store.keeper import Found, Keeper, Loading, Offer, end_card, end_parent
 from ..store.tier import Card
-from .imports import Want
+from .imports import Want, wants
 from .request import Miss
 from .row import Row
 
@@ -24,8 +24,11 @@ class Below:
         """A row waits, and will need its pages."""
         needs, chains = list[Key](), [(want.lineage, want.keys, want.run.tokens) for want in row.wants]
         for lineage, keys, tokens in (*chains, (row.lineage, row.keys, row.tokens)):
-            needs += self.store.needs(keys, tokens, lineage.root, sorted({lineage.owner, lineage.root}))
+            needs += self._needs(lineage, keys, tokens)
         self.store.join(row.arrival, needs)
+
+    def _needs(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int]) -> list[Key]:
+        return self.store.needs(keys, tokens, lineage.root, sorted({lineage.owner, lineage.root}))
 
     # ---- bringing up
 
@@ -144,9 +147,17 @@ class Below:
             self.tree.unpin(stem)
 
     def discard(self, row: Row) -> None:
-        """What a row computed is not to be trusted: it leaves every tier."""
+        """What a row computed or read is not to be trusted, nor what that was made behind: it leaves every tier."""
         self.make_room()
-        self.store.discard(row.keys)
+        needs, stack, seen = self._needs(row.lineage, row.keys, row.tokens), list(row.wants), set[tuple[Key, bytes]]()
+        while stack:
+            want, keys = stack.pop(), list[Key]()
+            if want.name not in seen:
+                seen.add(want.name)
+                extend_keys(keys, want.context, want.path, self.tree.page_size)
+                needs += self._needs(want.context, keys, want.path)
+                stack += wants(row.tenant, want.origin.context, self.tree.page_size)
+        self.store.discard(needs)
 
     def close(self) -> None:
         self._unpin(self.store.close())

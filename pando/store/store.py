@@ -353,18 +353,21 @@ class Store:
             if move.source == "host":
                 self._passed([move.key])
             else:
-                self._going[move.key] += 1
-                self._writer.post(partial(self._remove, move.key, move.source))
+                self._remove([move.key], move.source)
 
-    def _remove(self, key: Key, tier: str) -> None:
-        """In a thread that may wait."""
-        self.transfer.tiers[tier].drop([key])
-        self._done.put(partial(self._removed, key))
+    def _remove(self, keys: Sequence[Key], tier: str) -> None:
+        def work() -> None:
+            self.transfer.tiers[tier].drop(keys)
+            self._done.put(partial(self._removed, keys))
 
-    def _removed(self, key: Key) -> None:
-        self._going[key] -= 1
-        if not self._going[key]:
-            del self._going[key]
+        self._going.update(keys)
+        self._writer.post(work)
+
+    def _removed(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._going[key] -= 1
+            if not self._going[key]:
+                del self._going[key]
 
     def _expire(self) -> None:
         """What nobody used for too long is not found by who looks for it now."""
@@ -375,7 +378,7 @@ class Store:
         self.ledger.drop(keys)
         self.host.drop(keys)
         for tier in self.below:
-            self._writer.post(partial(tier.drop, list(keys)))
+            self._remove(list(keys), tier.name)
 
     def _raise_ahead(self) -> None:
         """Brings up what the next rows in the queue need, one job at a time."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from pando.engine import scheduler
 from pando.engine.engine import Engine
@@ -16,8 +17,10 @@ from pando.engine.llm import LLM
 from pando.engine.request import Request, Tenant, Truncation
 from pando.engine.truncation import Cut, Layout
 from pando.errors import InvalidOption
+from pando.kv.pool import PagePool
 from pando.kv.run import Origin, Run
 from pando.kv.segment import Key
+from pando.model.decoder import Step
 from pando.model.load import Model
 from pando.store import transfer
 from pando.store.speeds import Speeds
@@ -517,6 +520,48 @@ def test_states_that_are_no_numbers_stay_in_no_tier(tmp_path: Path) -> None:
     assert events[0].num_cached_tokens == 0
     assert [event.token for event in events] == cold(model, prompt)
     second.close()
+
+
+@pytest.mark.parametrize("page", [PAGE, 32])
+def test_modules_that_are_no_numbers_stay_in_no_tier_nor_what_they_were_made_behind(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    model = tiny_model()
+    engine = engine_of(model, None, host_gib=ENOUGH, kv_cache_tokens=960, page_size=page)
+    first = Run(tuple(words(1, 88)), 0, Origin((), 0))
+    second = Run(tuple(words(2, 88)), 88, Origin((first,), 88))
+    asked = Request("r", words(3, 9), greedy(6), runs=[second.part(32, 88).moved(0)])
+    wanted = [event.token for event in run(tiny_engine(model), [asked])["r", 0]]
+    good = model.decoder.forward
+
+    def bad(step: Step, pool: PagePool) -> Tensor:
+        logits = good(step, pool)
+        pool.v[:] = float("nan")
+        return logits
+
+    model.decoder.forward = bad  # type: ignore[method-assign]
+    assert run(engine, [asked])["r", 0][-1].finish_reason == "error"
+    model.decoder.forward = good  # type: ignore[method-assign]
+    engine.pool.v.zero_()
+    assert [event.token for event in run(engine, [asked])["r", 0]] == wanted
+    whole(engine)
+
+
+def test_states_that_are_no_numbers_are_not_found_while_they_are_removed(tmp_path: Path) -> None:
+    model, prompt = tiny_model(), words(24, 40)
+    engine = engine_of(model, tmp_path)
+    ask(engine, prompt)
+    settled(engine)
+    good, removing = model.decoder.head, threading.Event()
+    assert engine.store is not None
+    engine.store._writer.post(lambda: removing.wait(20))
+    model.decoder.head = lambda x: good(x) * float("nan")
+    assert ask(engine, prompt)[-1].finish_reason == "error"
+    model.decoder.head = good
+    events = ask(engine, prompt)
+    removing.set()
+    assert (events[0].num_cached_tokens, [event.token for event in events]) == (0, cold(model, prompt))
+    whole(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("quick", [False, True])
