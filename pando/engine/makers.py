@@ -32,12 +32,15 @@ class Makers:
             self._making.pop(row.makes.name, None)
 
     def for_row(self, row: Row, missing: Sequence[Want], below: Below | None, now: float) -> list[Row]:
-        """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds."""
+        """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds.
+        Where a tier did not bring a run, nobody waits for it to bring what the run was made behind."""
         found = []
         for want in missing:
             maker = self._making.get(want.name)
             if maker is None:
-                found.append(self.begin(row.tenant, want, row.arrival, below, now))
+                maker = self.begin(row.tenant, want, row.arrival, None if row.is_shunned else below, now)
+                maker.is_shunned = row.is_shunned
+                found.append(maker)
             else:
                 found += self.forward(maker)
         return found

@@ -506,6 +506,36 @@ def test_kept_states_that_do_not_come_are_made_again_as_they_were(
     engine.close()
 
 
+def test_a_tier_that_does_not_answer_is_not_waited_for_again_however_often_a_conversation_was_cut(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    monkeypatch.setattr(transfer, "LATE", 0.05)
+    stays, leaves = Talk(small(model), opening=110), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), opening=110)
+    for talk in (stays, leaves):
+        talk.until_cut()
+        for _ in range(8):
+            talk.turn()
+    engine, store = leaves.engine, leaves.engine.store
+    assert store is not None
+    evict(engine)
+    above = [page.key for page in store.ledger.held("host")]
+    store.ledger.drop(above, "host")
+    store.host.drop(above)
+    stuck = Stuck(store.below[0])
+    store.below, store.transfer.tiers["disk"] = (stuck,), stuck
+    waits, wait = list[bool](), engine.scheduler.wait
+    monkeypatch.setattr(engine.scheduler, "wait", lambda: (waits.append(True), wait())[1])
+    stays.turn()
+    leaves.turn()
+    assert leaves.said == stays.said
+    assert len(waits) == 2, "for the runs that it reads, and for none that these were made behind"
+    stuck.free.set()
+    evict(engine)
+    assert engine.pages_in_use == 0
+    engine.close()
+
+
 def test_what_was_dropped_gives_its_pages_to_others_while_the_rest_is_read(model: Model) -> None:
     talk = Talk(small(model, kv_cache_tokens=60 * PAGE), opening=110)
     talk.turn()
