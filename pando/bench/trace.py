@@ -212,7 +212,8 @@ def belady(said: Sequence[Conversation], machine: Machine, host: float, warm: in
     pages = machine.pool // machine.page + machine.pages(round(host * GIB))
     found = optimum([turn.context for turn in turns], pages)[warm:]
     turns = turns[warm:]
-    whole = sum(0 < turn.prompt - turn.new == tokens for turn, tokens in zip(turns, found, strict=True)) / len(turns)
+    there = (0 < tokens and turn.prompt - turn.new - tokens < machine.page for turn, tokens in zip(turns, found, strict=True))
+    whole = sum(there) / len(turns)
     return Line(BELADY, host, 0, None, len(turns), whole, sum(found) / sum(turn.prompt for turn in turns), 0.0, 1.0)
 
 
