@@ -110,7 +110,7 @@ class Engine:
         self._cancelled: list[str] = []
 
     def warm_up(self) -> None:
-        """Nothing is compiled any more when requests come."""
+        """Hardly anything is compiled any more when requests come."""
         if self.batcher.lower is not None:
             warm_up(self.model, self.pages.page_size)
 

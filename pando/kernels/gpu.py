@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from .gpu_hopper import BESIDE, Hopper, found
-from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, power_of_two, sizes, wide
-from .launch import Launches
+from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
+from .launch import Launches, power_of_two
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate, turns

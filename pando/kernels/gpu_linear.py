@@ -22,6 +22,7 @@ from . import fp8
 from . import triton_ops as kernels
 from .fp8 import FP8, Scaled, Weight
 from .gpu import Device
+from .launch import power_of_two
 from .ops import Apply
 
 ROWS = (1, 2, 4, 8)  # rows of input that are timed
@@ -88,7 +89,7 @@ def product(device: Device, weight: Weight, bias: Tensor | None) -> Apply:
 def rounded(device: Device, x: Tensor) -> Scaled:
     """`fp8.scaled`, in one launch."""
     count, size = x.shape
-    wide = triton.next_power_of_2(size)
+    wide = power_of_two(size)
     made = Scaled(torch.empty(x.shape, dtype=FP8, device=x.device), torch.empty(count, dtype=torch.float32, device=x.device))
     kernels.round_rows[(count,)](
         x.contiguous(), made.codes, made.scales, size, wide, device.overlaps, num_warps=max(1, min(16, wide // 512)), **device.launch()
@@ -102,7 +103,7 @@ def stream(device: Device, x: Tensor, weight: Weight, bias: Tensor | None, *, ga
     tile, out = tile_of(count, size, codes.element_size()), x.new_empty(count, outputs)
     kernels.few_rows[(triton.cdiv(outputs, tile.rows // 2 if gated else tile.rows),)](
         x.contiguous(), codes, scales, codes if bias is None else bias, out, count, outputs, size,
-        triton.next_power_of_2(max(1, count)), tile.rows, tile.block, 16 // codes.element_size(), size <= tile.block,
+        power_of_two(count), tile.rows, tile.block, 16 // codes.element_size(), size <= tile.block,
         codes is not weight, bias is not None, gated, device.overlaps, num_warps=tile.warps, **device.launch(),
     )  # fmt: skip
     return out
@@ -114,7 +115,7 @@ def tile_of(count: int, size: int, each: int = 2) -> Tile:
     more = 2 if each == 1 and count == 1 else 1
     if count > 1 or size > WHOLE:
         return SEVERAL._replace(rows=more * SEVERAL.rows)
-    block = max(256, triton.next_power_of_2(size))
+    block = max(256, power_of_two(size))
     return Tile(2 * more, block, max(1, block // 512))
 
 

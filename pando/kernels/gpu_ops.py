@@ -7,8 +7,7 @@ from . import triton_ops as kernels
 from .fp8 import FP8, Weight, multiplied
 from .gpu import Device
 from .gpu_linear import GpuLinear
-from .gpu_tiles import power_of_two
-from .launch import Launches, kind_of
+from .launch import Launches, kind_of, power_of_two
 from .ops import Activation, AddNorm, Apply, FusedOps, Linear, TorchOps
 
 GATE = 1024  # numbers that a program activates

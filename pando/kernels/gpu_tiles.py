@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from . import triton as kernels
+from .launch import power_of_two
 from .reads import Ints, Reads
 from .reference import Geometry
 
@@ -76,11 +77,6 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
 def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:
     most = min(KEYS, max(LEAST_KEYS, BLOCK_BYTES // (wide(geometry) * dtype.itemsize)))
     return min(most, page_size & -page_size)
-
-
-def power_of_two(least: int) -> int:
-    """Triton's own takes some microseconds."""
-    return 1 << max(0, least - 1).bit_length()
 
 
 def wide(geometry: Geometry) -> int:

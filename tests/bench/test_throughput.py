@@ -153,12 +153,12 @@ def test_graphs_are_repeated_as_before_when_nobody_watches(monkeypatch: pytest.M
 class Capturing:
     """An engine of which every fourth step is not repeated."""
 
-    def __init__(self) -> None:
-        self.graphs, self.has_work, self.steps = SimpleNamespace(replays=0), True, 0
+    def __init__(self, ever: bool = True) -> None:
+        self.graphs, self.has_work, self.steps, self.ever = SimpleNamespace(replays=0), True, 0, ever
 
     def step(self) -> list[int]:
         self.steps += 1
-        self.graphs.replays += self.steps % 4 != 0
+        self.graphs.replays += self.ever and self.steps % 4 != 0
         return [1, 2]
 
 
@@ -166,6 +166,7 @@ def test_steps_that_are_captured_only_now_do_not_count() -> None:
     watch = Replays()
     assert len(_full_steps(Capturing(), 2, 8, watch)) == 5  # type: ignore[arg-type]
     assert watch._spans == [None, None]
+    assert len(_full_steps(Capturing(ever=False), 2, 8, watch)) == 8, "who never captures has no others"  # type: ignore[arg-type]
 
 
 class Recorded:

@@ -24,6 +24,7 @@ from pando.model.decoder import Step, geometry
 from pando.model.load import Model
 from pando.store import transfer
 from pando.store.speeds import Speeds
+from pando.store.store import Store
 
 from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
 from .test_store import Stuck, evict, settled
@@ -458,11 +459,7 @@ def test_kept_states_that_turn_out_to_be_damaged_are_made_again_as_they_were(
         raw = bytearray(file.read_bytes())
         raw[-5] ^= 1
         file.write_bytes(raw)
-    store = leaves.engine.store
-    assert store is not None
-    above = [page.key for page in store.ledger.held("host")]
-    store.ledger.drop(above, "host")
-    store.host.drop(above)
+    store = leave_host(leaves.engine)
     wanted, event = stays.turn(), leaves.turn()
     assert leaves.said == stays.said and event.reuse.truncated == wanted.reuse.truncated
     assert store.facts().lost["corrupt"]
@@ -472,6 +469,24 @@ def test_kept_states_that_turn_out_to_be_damaged_are_made_again_as_they_were(
     leaves.engine.clear_cache()
     assert leaves.engine.pages_in_use == 0
     leaves.engine.close()
+
+
+def leave_host(engine: Engine) -> Store:
+    """What is on disk is in host memory no longer."""
+    assert engine.store is not None
+    above = [page.key for page in engine.store.ledger.held("host")]
+    engine.store.ledger.drop(above, "host")
+    engine.store.host.drop(above)
+    return engine.store
+
+
+def stick(engine: Engine) -> Stuck:
+    """Whatever the engine kept is on disk alone, and the disk does not answer."""
+    evict(engine)
+    store = leave_host(engine)
+    stuck = Stuck(store.below[0])
+    store.below, store.transfer.tiers["disk"] = (stuck,), stuck
+    return stuck
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -484,14 +499,7 @@ def test_kept_states_that_do_not_come_are_made_again_as_they_were(
     stays, leaves = Talk(small(model), opening=110), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), opening=110)
     for talk in (stays, leaves):
         talk.until_cut()
-    engine, store = leaves.engine, leaves.engine.store
-    assert store is not None
-    evict(engine)
-    above = [page.key for page in store.ledger.held("host")]
-    store.ledger.drop(above, "host")
-    store.host.drop(above)
-    stuck = Stuck(store.below[0])
-    store.below, store.transfer.tiers["disk"] = (stuck,), stuck
+    engine, stuck = leaves.engine, stick(leaves.engine)
     if not alone:
         engine.add(ask("other", words(23, 5), 100, None))
         engine.step()
@@ -516,14 +524,7 @@ def test_a_tier_that_does_not_answer_is_not_waited_for_again_however_often_a_con
         talk.until_cut()
         for _ in range(8):
             talk.turn()
-    engine, store = leaves.engine, leaves.engine.store
-    assert store is not None
-    evict(engine)
-    above = [page.key for page in store.ledger.held("host")]
-    store.ledger.drop(above, "host")
-    store.host.drop(above)
-    stuck = Stuck(store.below[0])
-    store.below, store.transfer.tiers["disk"] = (stuck,), stuck
+    engine, stuck = leaves.engine, stick(leaves.engine)
     waits, wait = list[bool](), engine.scheduler.wait
     monkeypatch.setattr(engine.scheduler, "wait", lambda: (waits.append(True), wait())[1])
     stays.turn()

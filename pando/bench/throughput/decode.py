@@ -91,22 +91,26 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], window: Window, wat
 
 def _full_steps(engine: Engine, rows: int, count: int, watch: Watch, seconds: float = float("inf")) -> list[float]:
     begun = last = time.perf_counter()
-    ms: list[float] = []
-    full, was_captured = 0, True
-    while full < count and (len(ms) < LEAST or last - begun < seconds):
+    every, steady, was_captured = list[float](), list[float](), True
+    while len(every) < count and (len(every) < LEAST or last - begun < seconds):
         if not engine.has_work:
-            raise Unsteady(f"after {full} of {count} steps nothing was left to do: the pool is too small for {rows} rows at once")
-        replays = engine.graphs.replays if engine.graphs is not None else None
+            raise Unsteady(f"after {len(every)} of {count} steps nothing was left to do: the pool is too small for {rows} rows at once")
+        replays = _replays(engine)
         told = len(engine.step())
-        is_captured = replays is None or engine.graphs is None or engine.graphs.replays > replays
+        is_captured = replays is None or _replays(engine) != replays
         if not is_captured:
             watch.skip()
         if told == rows:  # whatever came between two of these belongs to the later one
             now = time.perf_counter()
+            every.append(1e3 * (now - last))
             if is_captured and was_captured:
-                ms.append(1e3 * (now - last))
-            full, last, was_captured = full + 1, now, is_captured
-    return ms
+                steady.append(every[-1])
+            last, was_captured = now, is_captured
+    return steady or every  # steps of too many tokens are never captured
+
+
+def _replays(engine: Engine) -> int | None:
+    return None if engine.graphs is None else engine.graphs.replays
 
 
 # ---- how long the device is idle
