@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from .answer import Answer
 from .batch import Batcher, Unread, lowering_of, warm_up
 from .costs import chosen_cost
 from .facts import Shared, Stats, StepFacts
+from .flight import Flight
 from .graphs import on_cuda
 from .imports import find, wants
 from .pins import Pin, Pins
@@ -44,20 +44,6 @@ log = logging.getLogger(__name__)
 MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
 TENDED = 0.02  # seconds until what is being saved is looked after again
 PIN_SHARE = 0.25  # of the pool that pins may hold
-
-
-class _Flight(NamedTuple):
-    """A step that was asked of the device, and is not settled."""
-
-    schedule: Schedule
-    chosen: Choices
-    facts: StepFacts
-    began: float
-
-    @property
-    def may_be_followed(self) -> bool:
-        """Can another step be asked for before this one is settled?"""
-        return self.schedule.plain and self.chosen.free
 
 
 class Engine:
@@ -104,7 +90,7 @@ class Engine:
         self._token_bytes = self.pool.nbytes // self.pool.slots
         self._attention = config.attention
         self._overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
         self._stepping, self._settled = False, 0.0
         self._cancelled: list[str] = []
@@ -192,10 +178,10 @@ class Engine:
             return self._settle(before)
         return []  # what it was to read did not come; its rows go on without
 
-    def _launch(self, schedule: Schedule) -> _Flight:
+    def _launch(self, schedule: Schedule) -> Flight:
         began = time.perf_counter()
         logits = self._forward(schedule)
-        return _Flight(schedule, self._sample(schedule, logits), self._count(schedule), began)
+        return Flight(schedule, self._sample(schedule, logits), self._count(schedule), began)
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
@@ -251,7 +237,7 @@ class Engine:
         before = self._flight
         return Unread(before.schedule.ready, before.chosen.tokens) if before is not None and before.schedule.ready else None
 
-    def _settle(self, flight: _Flight) -> list[TokenEvent]:
+    def _settle(self, flight: Flight) -> list[TokenEvent]:
         schedule, self.facts = flight.schedule, flight.facts
         chosen, are_fed = flight.chosen.read()
         self._amended = not are_fed

@@ -1,6 +1,6 @@
 """What rows hold of the pool: pages that they get, hand to the tree when they are full, and let go."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..kv.pages import Pages
 from ..kv.segment import Key, extend_keys, shared_length
@@ -8,6 +8,8 @@ from ..kv.tree import Match, PrefixTree
 from .below import Below
 from .row import Row
 from .turns import Turns
+
+WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
 
 
 class Holding:
@@ -32,6 +34,27 @@ class Holding:
         row.settled = row.computed = shared
         self.grow(row, len(row.tokens) + 1)
         return match
+
+    def is_held(self, row: Row, others: Iterable[Row]) -> bool:
+        """Is another row computing or loading the beginning of this one? Then that is worth waiting for: the same states are not computed
+        twice."""
+        if not self.reuse or row.scored is not None:
+            return False
+        self.extend_keys(row)
+        busy = [other for other in others if other.behind > 1 or other.load is not None]
+        alike = (other for other in busy if other.lineage == row.lineage and other.scored is None)
+        there = ((other, other.computed if other.load is None else other.settled) for other in alike)
+        return any(max(tokens + 1, WORTH_WAITING) <= self.common(row, other) for other, tokens in there)
+
+    def give_way(self, row: Row, others: Sequence[Row]) -> bool:
+        """Where nothing runs and there is no room, only the first that waits keeps what it has found: the others begin again later. Says
+        whether any had something."""
+        asking = [other for other in (row, *others) if other.makes is None]
+        first = min(asking, key=lambda other: other.arrival, default=row)
+        holding = [other for other in others if other.imports and other is not first]
+        for other in holding:
+            self.let_go(other)
+        return bool(holding)
 
     def give_room(self, row: Row, tokens: int) -> bool:
         """Gives a row pages for so many tokens; says whether there were free ones, or the cache could give them."""

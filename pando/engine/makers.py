@@ -7,7 +7,7 @@ from ..kv.run import Run
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
 from .below import Below
-from .imports import Want, wants
+from .imports import Want, find, wants
 from .request import Miss, SamplingParams
 from .row import Row
 
@@ -31,7 +31,25 @@ class Makers:
         if row.makes is not None:
             self._making.pop(row.makes.name, None)
 
-    def for_row(self, row: Row, missing: Sequence[Want], below: Below | None, now: float) -> list[Row]:
+    def gather(self, row: Row, below: Below | None, now: float, *, alone: bool) -> list[Row] | None:
+        """Finds what stands before a row's tokens. Where something is missing, answers the rows that will make it, but for those that are
+        at it. `alone`: nobody runs."""
+        if len(row.imports) == len(row.wants):
+            return None
+        if row.awaits is not None and (maker := self.of(row.awaits)) is not None:
+            return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
+        found = [find(self._tree, want, now) for want in row.wants]
+        for old in row.imports:
+            self._tree.unpin(old.pinned)
+        row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
+        missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
+        if row.found is None:
+            row.found = sum(len(each.want) for each in row.imports)
+            row.miss = self.miss(row, missing[0]) if missing else row.miss
+        row.awaits = missing[-1].name if missing else None
+        return self._for_row(row, missing, below, now) if missing else None
+
+    def _for_row(self, row: Row, missing: Sequence[Want], below: Below | None, now: float) -> list[Row]:
         """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds.
         Where a tier did not bring a run, nobody waits for it to bring what the run was made behind."""
         found = []
@@ -42,10 +60,10 @@ class Makers:
                 maker.is_shunned = row.is_shunned
                 found.append(maker)
             else:
-                found += self.forward(maker)
+                found += self._forward(maker)
         return found
 
-    def forward(self, maker: Row) -> list[Row]:
+    def _forward(self, maker: Row) -> list[Row]:
         if maker not in self._waiting:
             return []
         self._waiting.remove(maker)

@@ -26,7 +26,6 @@ from .row import Copy, Row, Schedule
 from .turns import Turn, Turns, flying
 
 PATIENCE = 30.0  # seconds that a row waits for its context while others run
-WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
 LEAST = 32  # tokens of a step: prompts of fewer at a time would take for ever
 
 
@@ -271,8 +270,8 @@ class Scheduler:
         self._stuck_at = None
         while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and idle < self.max_rows:
             row = self.waiting.popleft()
-            makers = self._gather(row)
-            if makers is not None or self._is_held(row):
+            makers = self.makers.gather(row, self.below, self._now, alone=not self.running)
+            if makers is not None or self._holding.is_held(row, (*self.running, *self.loading)):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
                 idle += not makers
@@ -280,7 +279,7 @@ class Scheduler:
             if row.repair_cost > budget and any(turn.new > 1 for turn in turns.values()):
                 self.waiting.appendleft(row)  # a repair is not done in parts: it has a step to itself, but for rows that decode
                 break
-            if not self._place(row, copies) and not (self._give_way(row, skipped) and self._place(row, copies)):
+            if not self._place(row, copies) and not (self._is_given_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
                 self._stuck_at = None if skipped else self._to_be_had  # those before it may need less room
                 break
@@ -290,24 +289,6 @@ class Scheduler:
                 turns[row] = Turn(row, row.computed, min(row.behind, budget), len(row.tokens))
                 budget -= turns[row].new
         self.waiting.extendleft(reversed(skipped))
-
-    def _gather(self, row: Row) -> list[Row] | None:
-        """Finds what stands before a row's tokens. Where something is missing, answers the rows that will make it, but for those that are
-        at it."""
-        if len(row.imports) == len(row.wants):
-            return None
-        if row.awaits is not None and (maker := self.makers.of(row.awaits)) is not None:
-            return [] if self.running else self.makers.forward(maker)  # of a thousand that wait for one another, only one needs to look
-        found = [find(self.tree, want, self._now) for want in row.wants]
-        for old in row.imports:
-            self.tree.unpin(old.pinned)
-        row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
-        missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
-        if row.found is None:
-            row.found = sum(len(each.want) for each in row.imports)
-            row.miss = self.makers.miss(row, missing[0]) if missing else row.miss
-        row.awaits = missing[-1].name if missing else None
-        return self.makers.for_row(row, missing, self.below, self._now) if missing else None
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
@@ -327,28 +308,8 @@ class Scheduler:
         for row in self.makers.all():
             self.remove(row)
 
-    def _give_way(self, row: Row, skipped: Sequence[Row]) -> bool:
-        """Where nothing runs and there is no room, only the first that waits keeps what it has found: the others begin again later."""
-        if self.running:
-            return False
-        others = [other for other in (*skipped, *self.waiting) if other is not row]
-        asking = [other for other in (row, *others) if other.makes is None]
-        first = min(asking, key=lambda other: other.arrival, default=row)
-        holding = [other for other in others if other.imports and other is not first]
-        for other in holding:
-            self._holding.let_go(other)
-        return bool(holding)
-
-    def _is_held(self, row: Row) -> bool:
-        """Is another row computing or loading the beginning of this one? Then that is worth waiting for: the same states are not computed
-        twice."""
-        if not self.reuse or row.scored is not None:
-            return False
-        self._holding.extend_keys(row)
-        busy = [other for other in (*self.running, *self.loading) if other.behind > 1 or other.load is not None]
-        others = (other for other in busy if other.lineage == row.lineage and other.scored is None)
-        there = ((other, other.computed if other.load is None else other.settled) for other in others)
-        return any(max(tokens + 1, WORTH_WAITING) <= self._holding.common(row, other) for other, tokens in there)
+    def _is_given_way(self, row: Row, skipped: Sequence[Row]) -> bool:
+        return not self.running and self._holding.give_way(row, [other for other in (*skipped, *self.waiting) if other is not row])
 
     def _bring(self, row: Row) -> bool:
         """Begins to bring up what a row shall leave to the tree; says whether there was room."""

@@ -11,15 +11,15 @@ import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
-from itertools import takewhile
 from queue import SimpleQueue
 
-from ..kv.segment import Key, page_key, shared_length
+from ..kv.segment import Key
 from ..kv.stem import Stem
+from .catalogue import Catalogue
 from .facts import Counts, Room, StoreFacts
-from .keeper import Found, Offer, Part, end_parent
+from .keeper import Found, Offer, Part
 from .ledger import Ledger, Move, Page
 from .speeds import Speeds
 from .tier import Card, Lost, Tier, tenant_tag
@@ -60,7 +60,7 @@ class Store:
         self._free: list[Stem] = []  # stems that need not stay any longer
         self._queued: dict[Key, int] = {}  # pages that were offered and are not kept yet
         self._raising: set[Key] = set()
-        self._going: Counter[Key] = Counter()  # pages that are not to be found any more, and still have to be removed from a tier
+        self._catalogue = Catalogue(ledger)
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
         weakref.finalize(self, _stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
@@ -91,11 +91,11 @@ class Store:
         self._expire()
         size = self.transfer.shape.page_size
         parts, count = list[Part](), 0
-        for tier, key in zip(self._tiers(keys[: -(-limit // size)]), keys, strict=False):
+        for tier, key in zip(self._catalogue.tiers(keys[: -(-limit // size)], self.below), keys, strict=False):
             parts.append(Part(Card(key, before, tenant, tuple(tokens[count : count + size])), tier))
             before, count = key, count + size
         if count < limit:
-            end, shared = self._end((self.host, *self.below), before, owners, tokens[count : min(limit, count + size)])
+            end, shared = self._catalogue.end((self.host, *self.below), before, owners, tokens[count : min(limit, count + size)])
             parts += [end] if end is not None else []
             count += shared
         count = min(count, limit)
@@ -105,36 +105,13 @@ class Store:
             return None
         return Found(tuple(parts), count) if parts else None
 
-    def _tiers(self, keys: Sequence[Key]) -> Iterator[str]:
-        """The uppermost tier of each page, as far as they follow each other."""
-        place = 0
-        while place < len(keys):
-            names = self.ledger.find(keys[place:])
-            if not names:  # what others wrote to a tier is known to that tier alone
-                there = list(takewhile(lambda key: key not in self._going, keys[place:]))
-                names = next(([tier.name] * count for tier in self.below if (count := tier.look(there))), [])
-            if not names:
-                return
-            yield from names
-            place += len(names)
-
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
         """What a row will need: its pages, and behind those that are kept the short end that it goes on from. Nobody else is asked."""
         self._expire()
         size, held = self.transfer.shape.page_size, len(self.ledger.find(keys))
         ours = [tier for tier in (self.host, *self.below) if tier.name in self.ledger.capacities]
-        end, _ = self._end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size])
+        end, _ = self._catalogue.end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size])
         return [*keys[:held], *([] if end is None else [end.card.key]), *keys[held:]]
-
-    def _end(self, tiers: Sequence[Tier], before: Key, owners: Sequence[Key], rest: Sequence[int]) -> tuple[Part | None, int]:
-        best, found = 0, None
-        for parent in {end_parent(before, owner) for owner in owners} if rest else ():
-            for tier in tiers:
-                for card in tier.ends(parent):
-                    shared = shared_length(card.tokens, rest)
-                    if shared > best and card.key not in self._going and page_key(card.parent, card.tokens) == card.key:
-                        best, found = shared, Part(card, tier.name)
-        return found, best
 
     # ---- loading
 
@@ -358,16 +335,10 @@ class Store:
     def _remove(self, keys: Sequence[Key], tier: str) -> None:
         def work() -> None:
             self.transfer.tiers[tier].drop(keys)
-            self._done.put(partial(self._removed, keys))
+            self._done.put(partial(self._catalogue.forget, keys))
 
-        self._going.update(keys)
+        self._catalogue.hide(keys)
         self._writer.post(work)
-
-    def _removed(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self._going[key] -= 1
-            if not self._going[key]:
-                del self._going[key]
 
     def _expire(self) -> None:
         """What nobody used for too long is not found by who looks for it now."""
