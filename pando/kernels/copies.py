@@ -1,4 +1,4 @@
-"""Many copies from pinned memory to a GPU as one call: its copy engines do them, and nothing is taken from the processors that compute."""
+"""Many copies between pinned memory and a GPU as one call: its copy engines do them, and take nothing from those who compute."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 Addresses = NDArray[np.uint64]
-CopyIn = Callable[[Addresses, Addresses, Addresses, torch.cuda.Stream], None]  # (to, from, bytes of each, stream)
+CopyMany = Callable[[Addresses, Addresses, Addresses, torch.cuda.Stream], None]  # (to, from, bytes of each, stream)
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
@@ -19,7 +19,7 @@ class _Attributes(ctypes.Structure):
     _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
 
-def copy_in() -> CopyIn | None:
+def copy_many() -> CopyMany | None:
     """None: the driver is older than CUDA 13 and has no such call."""
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
@@ -35,6 +35,6 @@ def copy_in() -> CopyIn | None:
             ctypes.addressof(attributes), ctypes.addressof(first), 1, stream.cuda_stream,
         )  # fmt: skip
         if failed:
-            raise RuntimeError(f"copying {len(to)} pieces from pinned memory to the GPU failed (CUDA error {failed})")
+            raise RuntimeError(f"copying {len(to)} pieces between pinned memory and the GPU failed (CUDA error {failed})")
 
     return copy

@@ -17,13 +17,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from .gpu_hopper import BESIDE, Hopper, found
-from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
+from .gpu_tiles import LARGEST, LEAST_KEYS, LONE, Size, Tiles, keys_of, sizes, wide
 from .launch import Launches, power_of_two
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import rotate, turns
 
 LOG2_E = math.log2(math.e)
+ALONE_KEYS = 8  # that one query looks at together
 MERGED = (2, 4, 16)  # parts looked at together: few kinds, since each is compiled
 FETCHERS = 32  # programs that fetch pages from host memory
 FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
@@ -58,10 +59,11 @@ class TritonLowering:
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         tiles, place = self._cut(reads, len(positions)), device.where
         self._grids = [math.ceil(n * spare) for n in tiles.launches]
-        if tiles.launches[1] * geometry.kv_heads <= 2 * device.processors:  # each has the room to fetch further ahead
+        alone = not tiles.launches[0]
+        if alone and tiles.launches[1] * geometry.kv_heads <= 2 * device.processors:  # each has the room to fetch further ahead
             self._small = self._small._replace(stages=3)
         if self._hopper is not None:
-            self._small = self._small._replace(warps=max(2, self._small.warps), registers=BESIDE)
+            self._small = self._small._replace(warps=max(2, self._small.warps) if self._small != LONE else 1, registers=BESIDE)
         self._room = {name: max(1, math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
@@ -73,42 +75,37 @@ class TritonLowering:
         self._merged = next((parts for parts in MERGED if parts >= most), MERGED[-1])
         self._launch = Launches()
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
-        self._moves = torch.zeros(2, math.ceil(len(tiles.moved) * spare), dtype=torch.int64, device=place)  # queries to turn again; how far
-        self._put(tiles, reads, positions)
+        self._moves = self._room["moved"] if len(tiles.moved) else 0  # queries that are turned again, at most
+        self._put(tiles)
+        self.begin(positions)
 
-    def replace(self, reads: Reads, positions: Tensor) -> bool:
-        """Takes another plan, and answers whether it could: it may have no more of anything than there is room for."""
-        tiles = self._cut(reads, len(positions))
+    def replace(self, reads: Reads, count: int) -> bool:
+        """Takes another plan, for so many tokens, and answers whether it could: it may have no more of anything than there is room for. It
+        begins with the next step."""
+        tiles = self._cut(reads, count)
         fits = (
             all(n <= most for n, most in zip(tiles.launches, self._grids, strict=True))
             and all(numbers.size <= self._room[name] for name, numbers in tiles.arrays().items())
             and tiles.parts <= len(self._parts)
-            and len(positions) <= len(self._positions)
-            and len(tiles.moved) <= self._moves.shape[1]
+            and count <= len(self._positions)
+            and len(tiles.moved) <= self._moves
         )
         if fits:
-            self._put(tiles, reads, positions)
+            self._put(tiles)
         return fits
 
     def _cut(self, reads: Reads, count: int) -> Tiles:
         return Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
 
-    def _put(self, tiles: Tiles, reads: Reads, positions: Tensor) -> None:
-        """One copy for all arrays, and one for what is shifted."""
-        host, offset = np.zeros(len(self._ints), dtype=np.int32), 0
+    def _put(self, tiles: Tiles) -> None:
+        """One copy for all arrays, from pinned memory, which torch keeps until it was read: the step that runs meanwhile is not waited
+        for. What is not filled is zero."""
+        here = torch.zeros(len(self._ints), dtype=torch.int32, pin_memory=self._ints.is_cuda)
+        host, offset = here.numpy(), 0
         for name, numbers in tiles.arrays().items():
             host[offset : offset + numbers.size] = numbers.reshape(-1)
             offset += self._room[name]
-        self._send(host, self._ints)
-        if len(tiles.moved):
-            moved = np.stack((reads.queries[tiles.moved], reads.shifts[tiles.moved])).astype(np.int64)
-            self._send(moved, self._moves[:, : len(tiles.moved)])
-        self.begin(positions)
-
-    def _send(self, numbers: np.ndarray, to: Tensor) -> None:
-        """From pinned memory, which torch keeps until it was read: the step that runs meanwhile is not waited for."""
-        here = torch.from_numpy(numbers)
-        to.copy_(here.pin_memory() if to.is_cuda else here, non_blocking=True)
+        self._ints.copy_(here, non_blocking=True)
 
     def begin(self, positions: Tensor) -> None:
         self._positions[: len(positions)].copy_(positions)
@@ -118,14 +115,14 @@ class TritonLowering:
             power_of_two(pairs), self._keys, num_warps=1,
         )  # fmt: skip
         freqs = self._geometry.freqs
-        if self._moves.numel() and freqs is not None:
-            queries, shifts = self._moves
-            self._turn = turns(self._positions[queries] - shifts, freqs, self._geometry.factor)
+        if self._moves and freqs is not None:
+            self._moved = a["moved"][: self._moves].to(torch.int64)
+            self._turn = turns(self._positions[self._moved] - a["shifts"][: self._moves], freqs, self._geometry.factor)
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
         g, count = self._geometry, len(q)
-        if self._moves.numel():
-            turned = torch.cat((turned, rotate(q[self._moves[0]], self._turn)))
+        if self._moves:
+            turned = torch.cat((turned, rotate(q[self._moved], self._turn)))
         turned = turned.contiguous()
         out = torch.empty(count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
         large, small, merged = self._grids
@@ -133,7 +130,9 @@ class TritonLowering:
             self._look_apart(self._hopper, large, turned, k, v, out, early=bool(small or merged))
         elif large:
             self._look(self._large, large, turned, k, v, out, is_large=True, early=bool(small or merged), after=False)
-        if small:
+        if small and self._small.heads > 1:
+            self._look_alone(small, turned, k, v, out, early=bool(merged), after=bool(large))
+        elif small:
             self._look(self._small, small, turned, k, v, out, is_large=False, early=bool(merged), after=bool(large))
         if merged:
             self._merge(out)
@@ -160,6 +159,15 @@ class TritonLowering:
             hopper.look, None, (min(tiles * g.kv_heads, self._device.processors),), q, self._descriptor(k, hopper),
             self._descriptor(v, hopper), a["tiles"], a["counts"], a["pages"], a["query"], self._seen, a["places"], self._parts, self._lses,
             out, g.scale * LOG2_E, *self._shape[:4], self._page_size, early, **hopper.options,
+        )  # fmt: skip
+
+    def _look_alone(self, tiles: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, early: bool, after: bool) -> None:
+        g, a, size, overlaps = self._geometry, self._arrays, self._small, self._device.overlaps
+        self._launch(
+            kernels.look_alone, None, (tiles * g.heads // size.heads,), q, k, v, a["tiles"], a["counts"], a["pages"], a["query"],
+            a["places"], self._parts, self._lses, out, g.scale * LOG2_E, g.heads, g.head_dim, self._shape[-1], self._page_size,
+            size.heads, ALONE_KEYS, early and overlaps, after and overlaps,
+            num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after),
         )  # fmt: skip
 
     def _merge(self, out: Tensor) -> None:

@@ -73,15 +73,14 @@ def product(device: Device, weight: Weight, bias: Tensor | None) -> Apply:
     if not fp8.multiplied(device.where) or any(size % ALIKE for size in weight.shape):
         return fp8.linear(weight, bias)
     codes, scales, outputs = weight.codes.T, weight.scales[None], weight.shape[0]
-    added = None if bias is None else bias.to(torch.bfloat16)
 
     def apply(x: Tensor) -> Tensor:
         if not len(x):
             return x.new_empty(0, outputs)
         rows = rounded(device, x)
         # it answers in bfloat16 only: beside 8 bits on both sides, what that rounds is little, even for other models
-        out = torch._scaled_mm(rows.codes, codes, rows.scales[:, None], scales, added, out_dtype=torch.bfloat16, use_fast_accum=True)
-        return out.to(x.dtype)
+        out = torch._scaled_mm(rows.codes, codes, rows.scales[:, None], scales, out_dtype=torch.bfloat16, use_fast_accum=True).to(x.dtype)
+        return out if bias is None else out.add_(bias)  # with a bias some shapes are not supported
 
     return apply
 

@@ -14,6 +14,7 @@ from .reference import Geometry
 LEAST_ROWS, LARGE_ROWS, LARGEST_ROWS = 16, 64, 128  # packed queries of a tile
 LEAST_KEYS = 16  # that a product takes
 KEYS, BLOCK_BYTES = 64, 16 * 1024  # keys looked at together, and the most bytes of theirs
+PIECES = np.arange(1, 129)  # that a read may be cut into
 SHORTEST = 128  # keys of a tile: fewer cost more in merging than they gain in company
 LARGEST_GROUP, LARGEST_HEAD = 128, 256
 
@@ -23,9 +24,12 @@ FETCH = 64  # to begin and end a small tile, when others fetch meanwhile
 PART = 2  # a part of one head, to write and to merge
 MERGE = 128  # to merge at all
 PAYS = 40_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones
-FEW = 4  # small tiles for each processor, up to which another launch costs more than it gains
+FEWEST = 1 / 3  # small tiles for each processor, up to which another launch costs more than it gains
+FEW = 4  # the same, up to which memory waits for them, and not they for memory
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
+UNSEEN = 0.08  # the same, whatever they have: the share of their keys that nobody sees yet
+LONELY = 32  # small tiles for each processor from which on those of one query need no products
 
 
 class Size(NamedTuple):
@@ -39,12 +43,15 @@ class Size(NamedTuple):
     crowd: int = 2  # programs that run on one processor at a time
     leaves: bool = False  # room for a small one beside it
     exact: bool = False  # few keys at a time, and none that nobody sees; else they come in whole blocks
+    heads: int = 1  # that a program looks at
 
 
 # One program fills a processor, but for the registers and the memory that a program of small tiles needs beside it.
 LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, crowd=1, leaves=True)
 # One warp each, so that very many wait for memory at the same time.
 SHORT = Size(LEAST_ROWS, stages=3, warps=1, crowd=4, exact=True)
+# For one query and keys that no other head reads: no products, so that there is room for still more.
+LONE = Size(1, warps=1, crowd=4, exact=True, heads=2)
 
 
 def unsupported(geometry: Geometry, page_size: int) -> str | None:
@@ -61,17 +68,23 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     """Large and small tiles that suit these reads. A plan with little to do takes one size, and one launch."""
     group, heads = geometry.heads // geometry.kv_heads, geometry.kv_heads
     small = Size(max(LEAST_ROWS, power_of_two(group)), crowd=4)
-    rows = np.diff(reads.query_starts) * group
+    rows = reads.brought * group
     is_large = rows > small.rows
     work = int((rows * reads.tokens)[is_large].sum()) * heads
     narrow = dtype.itemsize == 2 and wide(geometry) <= 128
-    few = int((~is_large).sum()) * heads <= FEW * processors
-    if small.rows == SHORT.rows and not few and reads.tokens[~is_large].mean() <= END:
-        small = SHORT
+    each = (len(reads) - np.count_nonzero(is_large)) * heads / processors
+    if small.rows == SHORT.rows and each > FEW:
+        tokens = reads.tokens[~is_large]
+        if tokens.mean() <= END or reads.unseen > UNSEEN * tokens.sum():
+            lone = each > LONELY and rows[~is_large].max() == 1 and heads % LONE.heads == 0 and geometry.slopes is None
+            small = LONE if lone else SHORT
     if narrow and work > PAYS * processors:
         return LARGEST, small
     large = Size(max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2))
-    return (large._replace(stages=3),) * 2 if narrow and work and few else (large, small)
+    if not narrow or not work or each > FEW:
+        return large, small
+    large = large._replace(stages=3)
+    return large, large if each <= FEWEST else small
 
 
 def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:
@@ -96,12 +109,13 @@ class Tiles(NamedTuple):
     places: Ints  # of each pair of each tile: its part, or -1 - token where it is the only one
     tokens: Ints  # to merge
     starts: Ints  # of their parts
+    moved: Ints  # of the pairs whose placement is shifted: which of the step's tokens
+    shifts: Ints  # and how far
     parts: int
-    moved: NDArray[np.int64]  # the pairs whose placement is shifted
 
     def arrays(self) -> dict[str, Ints]:
-        """Those that the kernels take."""
-        return {name: numbers for name, numbers in self._asdict().items() if name not in ("parts", "moved")}
+        """Those that lie on the device."""
+        return dict(zip(self._fields[:-1], self[:-1], strict=True))
 
     @property
     def launches(self) -> tuple[int, int, int]:
@@ -111,37 +125,40 @@ class Tiles(NamedTuple):
 
     @classmethod
     def cut(cls, reads: Reads, count: int, geometry: Geometry, large: Size, small: Size, processors: int) -> "Tiles":
-        group = geometry.heads // geometry.kv_heads
-        queries = np.diff(reads.query_starts)
+        group, queries = geometry.heads // geometry.kv_heads, reads.brought
         there = (queries > 0) & (reads.tokens > 0)
-        is_large = there & (queries * group > small.rows) & (large != small)
-        few = _tile(reads, np.flatnonzero(there & ~is_large), small, geometry, processors, 0.0)
-        fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors
-        many = _tile(reads, np.flatnonzero(is_large), large, geometry, processors, fetching if large.leaves else 0.0)
+        is_large = there & (queries * group > small.rows) if large != small else np.zeros(len(reads), np.bool_)
+        few = _tile(reads, (there & ~is_large).nonzero()[0], small, geometry, processors, 0.0)
+        fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors if large.leaves else 0.0
+        many = _tile(reads, is_large.nonzero()[0], large, geometry, processors, fetching)
         tiles = np.concatenate((many, few))
         widths = tiles[:, 5]
-        tiles[:, 6] = np.cumsum(widths) - widths
+        tiles[:, 6] = widths.cumsum() - widths
         owners = reads.queries[_spread(tiles[:, 4], widths)]
         parts_of = np.bincount(owners, minlength=count)
-        several = parts_of[owners] > 1
-        places = (-1 - owners).astype(np.int32)
-        order = np.flatnonzero(several)[np.argsort(owners[several], kind="stable")]
+        places = -1 - owners
+        several = (parts_of[owners] > 1).nonzero()[0]
+        order = several[owners[several].argsort(kind="stable")]
         places[order] = np.arange(len(order), dtype=np.int32)
-        tokens = np.flatnonzero(parts_of != 1)
-        moved = np.flatnonzero(reads.shifts) if geometry.freqs is not None else np.zeros(0, dtype=np.int64)
+        tokens = (parts_of != 1).nonzero()[0]
+        moved = reads.shifts.nonzero()[0] if geometry.freqs is not None else np.zeros(0, dtype=np.int64)
         query = reads.queries.copy()
-        query[moved] = count + np.arange(len(moved), dtype=np.int32)
+        query[moved] = np.arange(count, count + len(moved), dtype=np.int32)
+        starts = np.zeros(len(tokens) + 1, dtype=np.int32)
+        parts_of[tokens].cumsum(out=starts[1:])
         return cls(
             counts=np.array([len(many), len(tiles), len(tokens)], dtype=np.int32), tiles=tiles, pages=reads.pages,
-            query=query, reader=reads.queries, base=np.repeat(reads.first, queries) + reads.shifts, room=np.repeat(reads.tokens, queries),
-            places=places, tokens=tokens.astype(np.int32), starts=np.cumsum([0, *parts_of[tokens]]).astype(np.int32),
-            parts=len(order), moved=moved,
+            query=query, reader=reads.queries, base=reads.first.repeat(queries) + reads.shifts, room=reads.tokens.repeat(queries),
+            places=places, tokens=tokens.astype(np.int32), starts=starts,
+            moved=reads.queries[moved], shifts=reads.shifts[moved], parts=len(order),
         )  # fmt: skip
 
 
 def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry, processors: int, meanwhile: float) -> Ints:
     """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next."""
-    queries, tokens = np.diff(reads.query_starts)[which], reads.tokens[which]
+    if not len(which):
+        return np.zeros((0, kernels.FIELDS), dtype=np.int32)
+    queries, tokens = reads.brought[which], reads.tokens[which]
     pairs = size.rows // (geometry.heads // geometry.kv_heads)
     across = -(-queries // pairs)
     slow = 1 + size.leaves * len(which) / max(1, int(across.sum()))  # what only one tile asks for comes no faster than what others fetch
@@ -149,9 +166,10 @@ def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry
     if meanwhile and len(which) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
         keys += int(min(LEAN * meanwhile, keys / 4)) // SHORTEST * SHORTEST
     count = across * -(-tokens // keys)
-    owner = np.repeat(np.arange(len(which)), count)
-    local = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    start, ahead = local // across[owner] * keys, local % across[owner] * pairs
+    owner = np.arange(len(which)).repeat(count)
+    local = np.arange(len(owner)) - (count.cumsum() - count)[owner]
+    cut, slice_ = np.divmod(local, across[owner])
+    start, ahead = cut * keys, slice_ * pairs
     tiles = np.zeros((len(owner), kernels.FIELDS), dtype=np.int32)
     tiles[:, 0] = reads.page_starts[which][owner]
     tiles[:, 1] = start
@@ -161,28 +179,43 @@ def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry
     return tiles
 
 
-def _keys_of_a_tile(
-    across: NDArray[np.int64], parts: NDArray[np.int64], tokens: Ints, crowd: int, processors: int, slow: float, meanwhile: float
-) -> int:
+def _keys_of_a_tile(across: Ints, parts: Ints, tokens: Ints, crowd: int, processors: int, slow: float, meanwhile: float) -> int:
     """So many that the last processor is done soonest. Tiles are dealt out in rounds, each costs its keys and a little more, and the last
     one shares its processor with a crowd; there is no hurry while others fetch `meanwhile`; and whatever is cut must be merged.
 
     For each read: its tiles if it is not cut, and the parts it has then.
     """
-    longest = int(tokens.max(initial=KEYS))
-    cuts = np.unique(np.maximum(SHORTEST, -(-longest // np.arange(1, 129) // KEYS) * KEYS))[::-1]
-    lengths, which = np.unique(tokens, return_inverse=True)
-    across, parts = (np.bincount(which, weights=each, minlength=len(lengths)) for each in (across, parts))
-    times = -(-lengths // cuts[:, None])  # that a read of each length is cut
-    tiles, more = (times * across).sum(axis=1), ((times - 1) * parts).sum(axis=1)
-    rounds = np.ceil(tiles / processors) * ((lengths * across).sum() / np.maximum(tiles, 1) + OVERHEAD)
-    last = np.minimum(cuts, longest) * np.clip(tiles / processors, 1, crowd) + OVERHEAD
-    done = np.maximum(slow * np.maximum(rounds, last), meanwhile)
-    return int(cuts[np.argmin(done + PART * more / processors + MERGE * (more > 0))])
+    longest = max(KEYS, int(tokens.max()))
+    cuts = np.maximum(SHORTEST, -(-longest // PIECES // KEYS) * KEYS)
+    cuts = cuts[_begins(cuts)]
+    if len(tokens) > len(PIECES):
+        across, parts, tokens = _together(across, parts, tokens)
+    times = -(-tokens // cuts[:, None])  # that a read of each length is cut
+    tiles, more = times @ across, (times - 1) @ parts
+    each = tiles / processors
+    rounds = np.ceil(each) * (tokens.astype(np.int64) @ across / tiles + OVERHEAD)
+    last = np.minimum(cuts, longest) * np.minimum(np.maximum(each, 1), crowd) + OVERHEAD
+    done = np.maximum(np.maximum(rounds, last) * slow, meanwhile)
+    return int(cuts[(done + PART * more / processors + MERGE * (more > 0)).argmin()])
+
+
+def _together(across: Ints, parts: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
+    """Reads of the same length as one."""
+    order = tokens.argsort()
+    alike = _begins(tokens[order]).nonzero()[0]
+    return np.add.reduceat(across[order], alike), np.add.reduceat(parts[order], alike), tokens[order[alike]]
+
+
+def _begins(numbers: Ints) -> NDArray[np.bool_]:
+    """Is it another than the one before it?"""
+    begins = np.ones(len(numbers), np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=begins[1:])
+    return begins
 
 
 def _spread(starts: Ints, counts: Ints) -> NDArray[np.int64]:
     """starts[0], starts[0] + 1, ..., for each of them as many as counted."""
-    ends = np.cumsum(counts)
-    found: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
+    ends = counts.cumsum()
+    found: NDArray[np.int64] = (starts - ends + counts).repeat(counts)
+    found += np.arange(len(found))
     return found

@@ -24,9 +24,15 @@ class Reads(NamedTuple):
     queries: Ints  # of all reads: which of the step's tokens
     query_starts: Ints  # [R + 1]
     shifts: Ints  # one per query
+    unseen: int = 0  # of all keys together: those that nobody saw when the plan was made, since they were not there yet
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def brought(self) -> Ints:
+        """The queries of each read, counted."""
+        return self.query_starts[1:] - self.query_starts[:-1]
 
     def read(self, r: int) -> Read:
         """As the definition takes it."""

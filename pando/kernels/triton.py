@@ -2,9 +2,8 @@
 
 A tile is a run of keys and the packed queries that look at it: pairs of a read and a query, each with the G heads of a key's group. Keys
 come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up; in short tiles one by one, so that none
-comes that nobody sees. Weights are powers of 2 inside a kernel;
-a part leaves it as (answer, lse), fp32, with the natural logarithm. What changes from step to step, how many keys each pair sees, `begin`
-computes on the device, once for all layers.
+comes that nobody sees. Weights are powers of 2 inside a kernel; a part leaves it as (answer, lse), fp32, with the natural logarithm. What
+changes from step to step, how many keys each pair sees, `begin` computes on the device, once for all layers.
 """
 
 import triton
@@ -154,6 +153,62 @@ def look(
                 q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
                 H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
             )  # fmt: skip
+    if AFTER:  # noqa: SIM102
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def look_alone(
+    q, k, v, tiles, counts, pages, query, places, parts, lses, out, scale,
+    H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    EARLY: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """Small tiles of one query each, in models whose heads all have keys of their own. A product would have one row: numbers are multiplied
+    and added up as they come, for some heads at a time, and nothing but registers is needed. EARLY and AFTER as in `look`."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    BLOCKS: tl.constexpr = H // HEADS
+    i = tl.load(counts) + tl.program_id(0) // BLOCKS
+    if i < tl.load(counts + 1):
+        tile = tiles + i * 8
+        first = tl.load(tile)
+        start = tl.load(tile + 1)
+        end = tl.load(tile + 3)
+        who = tl.load(query + tl.load(tile + 4)).to(tl.int64)
+        place = tl.load(places + tl.load(tile + 6)).to(tl.int64)
+        last = (tl.maximum(end, 1) - 1) // PAGE
+        page = tl.load(pages + first + tl.minimum(start // PAGE, last))
+        heads = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+        dims, keys = tl.arange(0, WIDE), tl.arange(0, KEYS)
+        mine, whole = heads[:, None] * D + dims[None, :], (dims < D)[None, :]
+        x = tl.load(q + who * (H * D) + mine, mask=whole, other=0.0).to(tl.float32) * scale
+        peak = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, WIDE], tl.float32)
+        for at in tl.range(start, end, KEYS, num_stages=1):
+            slot = page * PAGE + at % PAGE
+            page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))
+            seen = at + keys < end
+            spot = (slot + keys).to(tl.int64)[:, None, None] * (H * D) + mine[None, :, :]
+            there = seen[:, None, None] & whole[None, :, :]
+            key = tl.load(k + spot, mask=there, other=0.0).to(tl.float32)
+            value = tl.load(v + spot, mask=there, other=0.0).to(tl.float32)
+            score = tl.where(seen[:, None], tl.sum(key * x[None, :, :], 2), float("-inf"))
+            top = tl.maximum(peak, tl.max(score, 0))
+            weight = tl.exp2(score - top[None, :])
+            shrink = tl.exp2(peak - top)
+            total = total * shrink + tl.sum(weight, 0)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * value, 0)
+            peak = top
+        empty = total == 0.0
+        answer = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+        if place >= 0:
+            lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
+            tl.store(lses + place * H + heads, lse)
+            tl.store(parts + place * (H * D) + mine, answer, mask=whole)
+        else:  # a token's only part is its answer
+            tl.store(out + (-1 - place) * (H * D) + mine, answer.to(out.dtype.element_ty), mask=whole)
     if AFTER:  # noqa: SIM102
         if tl.program_id(0) == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()

@@ -126,10 +126,10 @@ def test_a_map_streams_so_many_rows_and_multiplies_more(gpu_linear: ModuleType) 
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(96, 48), (512, 1408), (40, 24)])  # the last is nothing that a GPU multiplies in 8 bits
+@pytest.mark.parametrize("shape", [(96, 48), (512, 1408), (4096, 11008), (40, 24)])  # the last is nothing that a GPU multiplies in 8 bits
 def test_a_product_of_8_bits_is_that_of_what_they_stand_for(gpu_linear: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight, bias = scaled(torch.randn(shape, device=DEVICE)), torch.randn(shape[0], device=DEVICE).to(dtype)
-    for rows in (1, 17, 130):
+    for rows in (1, 2, 17, 130):
         x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
         made = gpu_linear.rounded(device(gpu_linear), x).plain(torch.float64) if shape != (40, 24) else x.double()
         found = gpu_linear.product(device(gpu_linear), weight, bias)(x)

@@ -103,16 +103,62 @@ def test_short_ends_are_read_key_by_key(gpu: ModuleType, positions: str, dtype: 
         assert check(gpu, case, processors=1).lowering._small.exact
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ends_of_one_query_are_read_without_products(gpu: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies behind an end is NaN here, too."""
+    from pando.kernels.gpu_tiles import LONE, Size
+
+    monkeypatch.setattr(gpu, "sizes", lambda *_: (Size(16), LONE))
+    for size, tail in ((64, 1), (80, 7), (128, 9), (64, 64), (64, 130), (256, 3)):
+        case = Case(tail, "rope", dtype, decoding=True, shape=(1, size, 2), tails=(tail,), rows=3, page=PAGE)
+        assert check(gpu, case).lowering._grids[1] >= 3
+
+
+def test_many_ends_of_one_query_are_read_so_where_heads_have_keys_of_their_own() -> None:
+    from pando.kernels.gpu_tiles import sizes
+
+    def heads(
+        tokens: int, heads: int = 32, kv_heads: int = 32, slopes: torch.Tensor | None = None, rows: int = 200, shared: int = 17
+    ) -> int:
+        reads = [([0], 64, 0, range(shared), [0] * shared)]
+        reads += [([row] * (tokens // 64), tokens, 64, [row], [0]) for row in range(rows)]
+        some = Reads(*tuple(joined(64, reads))[:-1], 30 * rows)
+        return sizes(Geometry(heads, kv_heads, 128, 1.0, slopes=slopes), torch.bfloat16, some, 132)[1].heads
+
+    assert heads(64) == heads(128) == heads(256) == 2
+    assert heads(512) == 1, "long ones are as fast in tiles"
+    assert heads(128, kv_heads=8) == 1, "a product serves four heads"
+    assert heads(128, 33, 33) == 1, "heads go in pairs"
+    assert heads(128, slopes=torch.ones(32)) == 1
+    assert heads(128, shared=16) == 1, "what sixteen rows read is a small tile, too"
+    assert heads(128, rows=64) == 1, "too few to wait for memory at the same time"
+
+
 def test_only_many_short_ends_are_read_so() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def is_exact(rows: int, tokens: int) -> bool:
+    def is_exact(rows: int, tokens: int, unseen: int = 0) -> bool:
         reads = joined(64, [([row] * (tokens // 64), tokens, 0, [row], [0]) for row in range(rows)])
-        return sizes(Geometry(32, 8, 128, 1.0), torch.bfloat16, reads, 4)[1].exact
+        return sizes(Geometry(32, 8, 128, 1.0), torch.bfloat16, Reads(*tuple(reads)[:-1], rows * unseen), 4)[1].exact
 
     assert is_exact(9, 64)
-    assert not is_exact(9, 128), "the last block is a small part of it"
+    assert not is_exact(9, 128), "their last blocks are full"
+    assert is_exact(9, 128, unseen=32)
+    assert not is_exact(9, 512, unseen=32), "the last block is a small part of it"
     assert not is_exact(2, 64), "too few to wait for memory at the same time"
+
+
+def test_few_small_tiles_are_made_large_ones() -> None:
+    from pando.kernels.gpu_tiles import sizes
+
+    def rows_of(rows: int, tokens: int) -> tuple[int, int]:
+        reads = [([0] * 16, 1024, 0, range(rows), [0] * rows)]
+        reads += [([row] * (tokens // 64), tokens, 1024, [row], [0]) for row in range(rows)]
+        large, small = sizes(Geometry(8, 1, 128, 1.0), torch.bfloat16, joined(64, reads), 132)
+        return large.rows, small.rows
+
+    assert rows_of(32, 128) == (64, 64), "another launch would cost more"
+    assert rows_of(256, 128) == (64, 16)
 
 
 def test_a_read_cut_over_many_processors_is_merged_again(gpu: ModuleType) -> None:
@@ -136,12 +182,24 @@ def test_another_plan_takes_the_place_of_one_with_room_for_it(gpu: ModuleType) -
     path = OnDevice(gpu, case, spare=1.5)
     arguments = {name: array.data_ptr() for name, array in path.lowering._arrays.items()}
     fewer = Case(7, "none", decoding=True, shape=(3, 64), tails=(9,), rows=4, page=PAGE)
-    assert path.lowering.replace(fewer.reads, fewer.positions)
+    assert path.lowering.replace(fewer.reads, len(fewer.positions))
     assert {name: array.data_ptr() for name, array in path.lowering._arrays.items()} == arguments
     fewer.check({"triton": path}, fewer.positions)  # type: ignore[dict-item]
     more = Case(5, "none", decoding=True, shape=(3, 64), tails=(40,), rows=20, page=PAGE)
-    assert not path.lowering.replace(more.reads, more.positions)
+    assert not path.lowering.replace(more.reads, len(more.positions))
     fewer.check({"triton": path}, fewer.positions)  # type: ignore[dict-item]
+
+
+def test_another_plan_moves_other_placements(gpu: ModuleType) -> None:
+    def case(seed: int, rows: int, moves: bool) -> Case:
+        some = (Case(at, "rope", decoding=True, shape=(3, 64), tails=(9,), rows=rows, page=PAGE) for at in range(seed, seed + 40))
+        return next(case for case in some if case.reads.shifts.any() == moves)
+
+    path, fewer = OnDevice(gpu, case(1, 6, moves=True), spare=1.5), case(50, 3, moves=True)
+    assert path.lowering.replace(fewer.reads, 3)
+    fewer.check({"triton": path}, fewer.positions)  # type: ignore[dict-item]
+    still, moving = OnDevice(gpu, case(1, 6, moves=False), spare=20.0), case(1, 6, moves=True)
+    assert not still.lowering.replace(moving.reads, 6), "a graph of it turns no queries"
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are a GPU's")
@@ -158,7 +216,8 @@ def test_a_captured_graph_follows_the_plan(gpu: ModuleType) -> None:
         now = Case(rows, "none", torch.bfloat16, decoding=True, shape=(4, 128), tails=(tail,), rows=rows, page=64)
         k.copy_(now.k)
         v.copy_(now.v)
-        assert lowering.replace(now.reads, now.positions)
+        assert lowering.replace(now.reads, len(now.positions))
+        lowering.begin(now.positions)
         graph.replay()
         eager = OnDevice(gpu, now)
         eager.begin(now.positions)
@@ -202,6 +261,20 @@ def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once()
         written = np.sort(cut.places[cut.places >= 0])
         assert (written == np.arange(cut.parts)).all()
         assert sorted([*(-1 - cut.places[cut.places < 0]), *cut.tokens]) == list(range(count))
+
+
+def test_reads_of_the_same_length_are_cut_as_if_they_were_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pando.kernels.gpu_tiles import _keys_of_a_tile, _together
+
+    chance = np.random.default_rng(3)
+    for processors in (1, 132):
+        tokens = chance.choice(np.array([64, 100, 2048, 131_072], dtype=np.int32), 200)
+        across, parts = (chance.integers(1, 1000, 200).astype(np.int32) for _ in range(2))
+        fewer = _together(across, parts, tokens)
+        assert len(fewer[2]) == 4 and (fewer[0].sum(), fewer[1].sum()) == (across.sum(), parts.sum())
+        found = _keys_of_a_tile(*fewer, 2, processors, 1.0, 0.0)
+        monkeypatch.setattr("pando.kernels.gpu_tiles._together", lambda *reads: reads)
+        assert _keys_of_a_tile(across, parts, tokens, 2, processors, 1.0, 0.0) == found
 
 
 def test_pages_and_heads_that_the_kernels_are_not_made_for_are_named() -> None:
