@@ -1,9 +1,10 @@
 /* Attention over a plan: every tile for every kv head, then the merge of their parts. Included by native.c. */
 
-#define ROWS 96      /* the most packed queries of a tile: pairs x G */
-#define LINE 64      /* bytes that are fetched together */
-#define SLACK 8.0f   /* powers of 2 that a score may lie above the peak */
-#define LONG 128     /* keys that go through the tiles together */
+#define ROWS 96       /* the most packed queries of a tile: pairs x G */
+#define LINE 64       /* bytes that are fetched together */
+#define SLACK 8.0f    /* powers of 2 that a score may lie above the peak */
+#define LARGE 0x1p60f /* a sum of weights that they must not come to */
+#define LONG 64       /* keys that go through the tiles together */
 
 typedef struct {
     int32_t slots, from, to; /* keys from..to of the run whose slots begin there */
@@ -17,6 +18,7 @@ typedef struct {
     el *out;             /* [T, H, D] */
     const float *slopes; /* [H], or none */
     const Tile *tiles;
+    const int32_t *chains;               /* tiles chains[c] to chains[c + 1] are looked at by the same queries, for one part */
     const int32_t *slots;                /* of all runs */
     const int32_t *query, *seen, *ahead; /* of each pair: its query, how many keys it sees, how far ahead of it the first one lies */
     const int32_t *starts, *of;          /* the parts of token t are of[starts[t]] to of[starts[t + 1]] */
@@ -31,9 +33,9 @@ typedef struct {
     float q[ROWS * SIZE], acc[ROWS * SIZE], scores[ROWS * KEYS], copy[KEYS * SIZE];
 #ifdef TILES
     el keys[LONG * SIZE];
-    pair_of_el values[LONG / 2 * SIZE];
-    float sums[ROWS];
-    int32_t seen[ROWS], fewest[ROWS / SIDE]; /* keys, and of a group */
+    float block_scores[2][LONG * SIDE];
+    pair_of_el weights[2][LONG / 2 * SIDE], values[2][LONG / 2 * SIZE];
+    float sums[ROWS], fresh[SIDE]; /* all, and those of a unit */
 #endif
     vec sum[ROWS];
     float peak[ROWS];
@@ -44,6 +46,15 @@ typedef struct {
     const int32_t *slots;
     int count, head;
 } Block;
+
+static inline int rows_of_tile(const Work *w, const Tile *tile) { return tile->pairs * (w->H / w->K); }
+
+/* Keys of a tile that somebody sees. */
+static inline int end_of(const Work *w, const Tile *tile) {
+    int to = 0;
+    for (int p = tile->pair; p < tile->pair + tile->pairs; p++) to = w->seen[p] > to ? w->seen[p] : to;
+    return to < tile->to ? to : tile->to;
+}
 
 /* What row r of a tile asks with. */
 static inline const el *query_of(const Work *w, const Tile *tile, int h, int r) {
@@ -71,24 +82,24 @@ static inline void ask_for(const Work *w, const Block *block, int j) {
 #include "by_tiles.h"
 #endif
 
-/* Of a task, a tile and a head: what it begins with. */
+/* Of a task, a chain and a head: what it begins with. */
 static Block first_block(const Work *w, int task) {
     if (task >= w->count * w->K) return (Block){0};
-    const Tile *tile = w->tiles + task % w->count;
+    const Tile *tile = w->tiles + w->chains[task % w->count];
     return (Block){w->slots + tile->slots + tile->from, tile->to - tile->from, task / w->count};
 }
 
-static void attend_tile(const Work *w, const Tile *tile, int h, Block next, Desk *desk) {
-    int to = 0;
-    for (int p = tile->pair; p < tile->pair + tile->pairs; p++) to = w->seen[p] > to ? w->seen[p] : to;
-    if (to > tile->to) to = tile->to;
+static void attend_chain(const Work *w, int task, Desk *desk) {
+    const int32_t *chain = w->chains + task % w->count;
+    const Tile *tile = w->tiles + chain[0], *last = w->tiles + chain[1];
+    Block next = first_block(w, task + w->threads); /* threads take turns */
 #ifdef TILES
-    if (tile->pairs * (w->H / w->K) >= SIDE && w->D % DEPTH == 0 && tiles_granted()) {
-        look_by_tiles(w, tile, h, to, next, desk);
+    if (rows_of_tile(w, tile) >= SIDE && w->D % DEPTH == 0 && tiles_granted()) {
+        look_by_tiles(w, tile, last, task / w->count, next, desk);
         return;
     }
 #endif
-    look_by_vectors(w, tile, h, to, next, desk);
+    look_by_vectors(w, tile, last, task / w->count, next, desk);
 }
 
 /* What one head of a token finds in all of its parts. A part that saw nothing weighs nothing; who saw nothing at all answers zero. */
@@ -114,8 +125,7 @@ void attend(const Work *w) {
         if (tiles_granted()) tiles_begin();
 #endif
 #pragma omp for schedule(dynamic)
-        for (int task = 0; task < w->count * w->K; task++) /* a head's keys stay in the cache */
-            attend_tile(w, w->tiles + task % w->count, task / w->count, first_block(w, task + w->threads), &desk); /* threads take turns */
+        for (int task = 0; task < w->count * w->K; task++) attend_chain(w, task, &desk); /* a head's keys stay in the cache */
 #ifdef TILES
         if (tiles_granted()) tiles_end();
 #endif

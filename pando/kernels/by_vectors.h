@@ -118,26 +118,31 @@ static inline void rows_of(const el *pool, const int32_t *slots, int count, int 
     }
 }
 
-/* Keys up to `to` of a tile; then those that come `next` are asked for. */
-static void look_by_vectors(const Work *w, const Tile *tile, int h, int to, Block next, Desk *desk) {
-    int D = w->D, rows = tile->pairs * (w->H / w->K);
+/* Keys of each tile that somebody sees; before the last of them those that come next are asked for. Not inlined, so that its loops need not
+   share registers with others. */
+static __attribute__((noinline)) void look_by_vectors(const Work *w, const Tile *tile, const Tile *last, int h, Block next, Desk *desk) {
+    int D = w->D, rows = rows_of_tile(w, tile);
     const float *block[KEYS];
     memset(desk->acc, 0, (int64_t)rows * D * sizeof(float));
-    for (int r = 0; r < rows; r++) {
-        const el *from = query_of(w, tile, h, r);
-        desk->peak[r] = -INFINITY, desk->sum[r] = all(0);
-        for (int d = 0; d < D; d++) desk->q[r * D + d] = up(from[d]) * w->scale;
-    }
-    for (int from = tile->from; from < to; from += KEYS) {
-        int count = to - from < KEYS ? to - from : KEYS;
-        const int32_t *slots = w->slots + tile->slots + from;
-        rows_of(w->k, slots, count, w->K, h, D, desk->copy, block);
-        if (from + KEYS >= to)
-            for (int j = 0; j < next.count && j < KEYS; j++) ask_for(w, &next, j);
-        score(desk->q, rows, block, count, D, desk->scores);
-        for (int r = 0; r < rows; r++) weigh_row(w, tile, h, r, from, count, desk);
-        rows_of(w->v, slots, count, w->K, h, D, desk->copy, block);
-        gather(desk->scores, rows, block, count, D, desk->acc);
+    for (int r = 0; r < rows; r++) desk->peak[r] = -INFINITY, desk->sum[r] = all(0);
+    for (const Tile *at = tile; at < last; at++) {
+        Block behind = at + 1 < last ? (Block){w->slots + at[1].slots + at[1].from, at[1].to - at[1].from, h} : next;
+        int to = end_of(w, at);
+        for (int r = 0; r < rows; r++) {
+            const el *from = query_of(w, at, h, r);
+            for (int d = 0; d < D; d++) desk->q[r * D + d] = up(from[d]) * w->scale;
+        }
+        for (int from = at->from; from < to; from += KEYS) {
+            int count = to - from < KEYS ? to - from : KEYS;
+            const int32_t *slots = w->slots + at->slots + from;
+            rows_of(w->k, slots, count, w->K, h, D, desk->copy, block);
+            if (from + KEYS >= to)
+                for (int j = 0; j < behind.count && j < KEYS; j++) ask_for(w, &behind, j);
+            score(desk->q, rows, block, count, D, desk->scores);
+            for (int r = 0; r < rows; r++) weigh_row(w, at, h, r, from, count, desk);
+            rows_of(w->v, slots, count, w->K, h, D, desk->copy, block);
+            gather(desk->scores, rows, block, count, D, desk->acc);
+        }
     }
     for (int r = 0; r < rows; r++) {
         int64_t place = place_of(w, tile, h, r);

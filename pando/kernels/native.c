@@ -3,6 +3,7 @@
    Compiled once per machine and element type (-DBF16 for bfloat16, else float) by native.py. Threads are torch's own OpenMP pool.
    All arithmetic is fp32. Shapes: T tokens, H heads, K kv heads, G = H / K, D head size, I inputs, O outputs. */
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -269,7 +270,15 @@ void silu_gate(const el *x, el *out, int T, int I) {
 
 /* Rotates a head: `turn` holds a cosine and a sine for each of `pairs` adjacent pairs; the rest passes through. */
 static inline void rotate_head(const el *head, const float *turn, int pairs, int D, el *to) {
-    for (int p = 0; p < pairs; p++) {
+    int p = 0;
+#ifdef __AVX512F__
+    for (; 2 * p + WIDTH <= 2 * pairs; p += WIDTH / 2) { /* neighbours change places, and of two products one is taken away or added */
+        __m512 x = (__m512)load(head + 2 * p), both = (__m512)load_float(turn + 2 * p);
+        __m512 crossed = _mm512_mul_ps(_mm512_permute_ps(x, 0xb1), _mm512_movehdup_ps(both));
+        store(to + 2 * p, (vec)_mm512_fmaddsub_ps(x, _mm512_moveldup_ps(both), crossed));
+    }
+#endif
+    for (; p < pairs; p++) {
         float a = up(head[2 * p]), b = up(head[2 * p + 1]), c = turn[2 * p], s = turn[2 * p + 1];
         to[2 * p] = down(a * c - b * s);
         to[2 * p + 1] = down(a * s + b * c);
@@ -301,3 +310,12 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 /* ---- attention over a plan ---------------------------------------------------------------------------------------------------- */
 
 #include "attend.h"
+
+/* Whether there are tile instructions, and they may be used. */
+int has_tiles(void) {
+#ifdef TILES
+    return tiles_granted();
+#else
+    return 0;
+#endif
+}

@@ -45,8 +45,8 @@ class Work(ctypes.Structure):
     """What the attention of attend.h is given."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "slots", "query", "seen", "ahead", "starts", "of")),
-        *((name, ctypes.c_void_p) for name in ("parts", "peaks", "sums")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen", "ahead")),
+        *((name, ctypes.c_void_p) for name in ("starts", "of", "parts", "peaks", "sums")),
         *((name, ctypes.c_int32) for name in ("count", "threads", "tokens", "heads", "kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
     ]
@@ -127,6 +127,7 @@ class Library:
         self.rotate_and_store = _declare(library.rotate_and_store, p, p, i, p, p, p, p, i, i, i, i)
         self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
         self.attend = _declare(library.attend, p)
+        self.tiles = bool(library.has_tiles())
 
 
 def _declare(function: "ctypes._NamedFuncPointer", *types: type) -> "ctypes._NamedFuncPointer":
@@ -226,7 +227,7 @@ class NativeLowering:
         self._dense: list[tuple[Run | Square, slice]] = []
         left = self._share_out(reads, dense, positions)
         enough = TASKS_PER_THREAD * torch.get_num_threads() / geometry.kv_heads
-        self._tiling = Tiling(reads, left, self._count, geometry, rows=TILE_ROWS, keys=TILE_KEYS, enough=enough)
+        self._tiling = Tiling(reads, left, self._count, geometry, rows=TILE_ROWS, keys=TILE_KEYS, enough=enough, chained=library.tiles)
         self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
         self._peaks, self._sums = torch.empty(2, self._tiling.parts, geometry.heads)
         self.begin(positions)
@@ -261,11 +262,11 @@ class NativeLowering:
     def _arguments(self) -> Work:
         """All of the kernel's that stay the same from layer to layer; the rest is filled in for each."""
         tiling, g = self._tiling, self._geometry
-        arrays = (tiling.tiles, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
+        arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
         return Work(
             None, None, None, None, None if g.slopes is None else g.slopes.data_ptr(), *(array.ctypes.data for array in arrays),
             self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
-            len(tiling.tiles), torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale * LOG2_E,
+            len(tiling.chains) - 1, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale * LOG2_E,
         )  # fmt: skip
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -151,62 +151,42 @@ static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, 
 }
 
 #define PACKED (SIDE * SIDE) /* pairs of a tile, whose rows lie one behind the other */
-#define TILE_BYTES (SIDE * 64)
-
-/* Where the tiles of a product are: rows `row` bytes apart, and `step` bytes from one tile to the next. At 0: there is none. */
-typedef struct {
-    const void *at;
-    int64_t row, step;
-} Source;
-
-/* Four tiles of sums, c[i][j] of a[i] and b[j], are made of `steps` products each, or are added to: a product waits for the one before it
-   in the same tile, and what is loaded is used twice. */
-static inline void multiply(const Source a[2], const Source b[2], int steps, float *const c[2][2], int add) {
-    int below = a[1].at != 0, beside = b[1].at != 0;
-    ZERO(0); ZERO(1); ZERO(2); ZERO(3);
-    if (add) {
-        LOAD(0, c[0][0], 64);
-        if (beside) LOAD(1, c[0][1], 64);
-        if (below) LOAD(2, c[1][0], 64);
-        if (below && beside) LOAD(3, c[1][1], 64);
-    }
-    for (int i = 0; i < steps; i++) {
-        LOAD(4, (const char *)a[0].at + i * a[0].step, a[0].row);
-        LOAD(6, (const char *)b[0].at + i * b[0].step, b[0].row);
-        DOT(0, 4, 6);
-        if (beside) { LOAD(7, (const char *)b[1].at + i * b[1].step, b[1].row); DOT(1, 4, 7); }
-        if (below) { LOAD(5, (const char *)a[1].at + i * a[1].step, a[1].row); DOT(2, 5, 6); }
-        if (below && beside) DOT(3, 5, 7);
-    }
-    STORE(0, c[0][0], 64);
-    if (beside) STORE(1, c[0][1], 64);
-    if (below) STORE(2, c[1][0], 64);
-    if (below && beside) STORE(3, c[1][1], 64);
-}
 
 typedef uint16_t words __attribute__((vector_size(64)));
-#define TURNS(i) i, 32 + i, 1 + i, 33 + i, 2 + i, 34 + i, 3 + i, 35 + i
+#define LOW(i) i, 32 + i, 1 + i, 33 + i, 2 + i, 34 + i, 3 + i, 35 + i
+#define HIGH(i) LOW(4 + i)
 
-/* Values of the pool, transposed: for every 32 elements of a head two rows of tiles, with room for `tiles` in each, of which one takes in
-   32 keys. Elements 0 to 3, 8 to 11, 16 to 19 and 24 to 27 are in the first of the two: so two keys meet by one instruction. Past the last
-   key, up to a whole tile, stands the first, which weighs nothing. */
-static inline void pack_values(const el *v, const int32_t *slots, int64_t apart, int count, int D, pair_of_el *to, int tiles) {
-    for (int j = 0; j < count; j += DEPTH, to += PACKED)
-        for (int d = 0; d < D; d += DEPTH) {
-            sixteen low[SIDE], high[SIDE];
-            for (int i = 0; i < SIDE; i++) {
-                int one = j + 2 * i;
-                words a, b;
-                memcpy(&a, v + slots[one < count ? one : 0] * apart + d, sizeof a);
-                memcpy(&b, v + slots[one + 1 < count ? one + 1 : 0] * apart + d, sizeof b);
-                low[i] = (sixteen)PICK(words, a, b, TURNS(0), TURNS(8), TURNS(16), TURNS(24));
-                high[i] = (sixteen)PICK(words, a, b, TURNS(4), TURNS(12), TURNS(20), TURNS(28));
-            }
-            transpose(low);
-            transpose(high);
-            memcpy(to + d / SIDE * tiles * PACKED, low, sizeof low);
-            memcpy(to + (d / SIDE + 1) * tiles * PACKED, high, sizeof high);
-        }
+/* Four times eight elements, one behind the other. */
+static inline words of_four(const el *const rows[], int apart, int d) {
+#ifdef __AVX512F__
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[0] + d)));
+    for (int i = 1; i < 4; i++) x = _mm512_mask_broadcast_i32x4(x, 0xf << 4 * i, _mm_loadu_si128((const __m128i *)(rows[i * apart] + d)));
+    return (words)x;
+#else
+    words x;
+    for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, rows[i * apart] + d, 16);
+    return x;
+#endif
+}
+
+static inline void riffle(const words x[8], words y[8]) {
+    for (int i = 0; i < 4; i++) {
+        y[2 * i] = PICK(words, x[i], x[i + 4], LOW(0), LOW(8), LOW(16), LOW(24));
+        y[2 * i + 1] = PICK(words, x[i], x[i + 4], HIGH(0), HIGH(8), HIGH(16), HIGH(24));
+    }
+}
+
+/* to [32, 32]: elements of 32 rows, transposed. Eight vectors of eight are riffled like cards: of the number of its vector each element gives
+   one bit for one of its place in it, and after three times they have changed. */
+static __attribute__((noinline)) void transpose_values(const el *const rows[DEPTH], el *to) {
+    for (int e = 0; e < DEPTH; e += 8, to += 8 * DEPTH) {
+        words x[8], y[8];
+        for (int i = 0; i < 8; i++) x[i] = of_four(rows + i, 8, e);
+        riffle(x, y);
+        riffle(y, x);
+        riffle(x, y);
+        for (int i = 0; i < 8; i++) memcpy(to + i * DEPTH, y + i, sizeof *y);
+    }
 }
 
 /* What was gathered by such values, `count` of 16 columns, becomes rows of D. */
@@ -215,44 +195,53 @@ static inline void unpack_sums(const float *sums, int D, float *const *rows, int
         sixteen tile[SIDE];
         memcpy(tile, sums + d * SIDE, sizeof tile);
         transpose(tile);
-        int first = d / DEPTH * DEPTH + d % DEPTH / 4;
-        for (int i = 0; i < count; i++)
-            for (int four = 0; four < 4; four++) memcpy(rows[i] + first + 8 * four, (float *)(tile + i) + 4 * four, 4 * sizeof(float));
+        for (int i = 0; i < count; i++) memcpy(rows[i] + d, tile + i, sizeof *tile);
     }
 }
 
-/* 2^x of four vectors, 1e-4 relative, a fraction of what a bfloat16 keeps; else as `powers`. */
+#if defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#define CUT
+#define HALF 0x1p-8f /* of the last place that a bfloat16 keeps: what has it added is rounded by being cut */
+#else
+#define HALF 0.0f
+#endif
+
+/* 2^x of four vectors for `store_pairs`: 1e-4 relative, a fraction of what a bfloat16 keeps. Exactly 0 of minus infinity, more than LARGE
+   where it is too large for a float, and NaN stays NaN. */
 static inline void powers_roughly(vec x[4]) {
     vec f[4], p[4];
 #ifdef __AVX512DQ__
     for (int i = 0; i < 4; i++) f[i] = (vec)_mm512_reduce_ps((__m512)x[i], 1); /* less the next lower whole number */
 #else
     vec n[4];
-    for (int i = 0; i < 4; i++) x[i] = larger(all(-126.0f), x[i]);
+    ints nothing[4];
+    for (int i = 0; i < 4; i++) nothing[i] = x[i] < -126.0f;
+    for (int i = 0; i < 4; i++) x[i] = smaller(all(127.0f), larger(all(-126.0f), x[i]));
     for (int i = 0; i < 4; i++) n[i] = (x[i] - 0.5f) + 12582912.0f;
     for (int i = 0; i < 4; i++) f[i] = x[i] - (n[i] - 12582912.0f);
 #endif
     for (int i = 0; i < 4; i++) p[i] = f[i] * 7.802452e-2f + 2.2606717e-1f;
     for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + 6.9583353e-1f;
-    for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + 9.9992522e-1f;
+    for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + (9.9992522e-1f + HALF);
 #ifdef __AVX512DQ__
     for (int i = 0; i < 4; i++) x[i] = (vec)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);
 #else
-    for (int i = 0; i < 4; i++) x[i] = (vec)((ints)p[i] + ((ints)n[i] << 23));
+    for (int i = 0; i < 4; i++) x[i] = either(nothing[i], all(0), (vec)((ints)p[i] + ((ints)n[i] << 23)));
 #endif
 }
 
-/* Weights of two keys, for WIDTH columns, as pairs of elements. */
-static inline void store_pairs(pair_of_el *to, vec one, vec other) {
-#if defined(__AVX512BF16__) && WIDTH == 16
-    static const words turns = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)other, (__m512)one);
-    both = _mm512_permutexvar_epi16((__m512i)turns, both);
+/* Weights of two keys, for WIDTH columns, as pairs of elements; answers `sum` and what was kept of them. */
+static inline vec store_pairs(pair_of_el *to, vec one, vec other, vec sum) {
+#ifdef CUT
+    const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302), ones = _mm512_set1_epi32(0x3f803f80);
+    __m512i both = _mm512_mask_shuffle_epi8((__m512i)other, 0x3333333333333333, (__m512i)one, upper);
     memcpy(to, &both, sizeof both);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)ones);
 #else
     el a[WIDTH], b[WIDTH];
     store(a, one);
     store(b, other);
     for (int i = 0; i < WIDTH; i++) to[i] = a[i] | (uint32_t)b[i] << 16;
+    return sum + (load(a) + load(b));
 #endif
 }

@@ -1,7 +1,8 @@
 """Reads as the C kernel takes them: tiles of (keys, queries) in a few int32 arrays, for every layer and step until the plan changes.
 
-A tile is a run of keys and the packed queries that look at it: `pairs` of a read and a query, each with the G heads of a key's group. What
-its rows find is a part; `of` lists the parts of each token, from starts[t] to starts[t + 1], which a merge makes one.
+A tile is a run of keys and the packed queries that look at it: `pairs` of a read and a query, each with the G heads of a key's group. Tiles
+with the same queries may be a chain, from chains[c] to chains[c + 1]. What the rows of a chain find is a part; `of` lists the parts of each
+token, from starts[t] to starts[t + 1], which a merge makes one.
 """
 
 from typing import NamedTuple
@@ -29,36 +30,49 @@ class Left(NamedTuple):
 
 
 class Tiling:
-    """A read is cut into so many tiles, `enough`, that the machine is kept busy, but none of less than `keys` keys for that."""
+    """A read is cut into so many tiles, `enough`, that the machine is kept busy, but none of less than `keys` keys for that. `chained`:
+    neighbouring reads with the same queries are cut as if they were one."""
 
-    def __init__(self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, enough: float) -> None:
+    def __init__(
+        self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, enough: float, chained: bool
+    ) -> None:
         self._geometry = geometry
         self.slots: Ints = np.add.outer(reads.pages * reads.page_size, np.arange(reads.page_size, dtype=np.int32)).reshape(-1)
         queries = np.diff(reads.query_starts)
         self._first, self._tokens = np.repeat(reads.first, queries), np.repeat(reads.tokens, queries)
         self.reader, self._shifts = reads.queries.astype(np.int64), reads.shifts
-        answered = self._tile(reads, left, max(1, rows // (geometry.heads // geometry.kv_heads)), keys, enough)
+        run = _runs(reads) if chained else np.arange(len(reads))
+        answered = self._tile(reads, left, run, max(1, rows // (geometry.heads // geometry.kv_heads)), keys, enough)
         self._list_parts(np.concatenate((left.owners, answered)), count)
         self._find_moved(count)
 
-    def _tile(self, reads: Reads, left: Left, pairs: int, keys: int, enough: float) -> Numbers:
-        """Makes the tiles; answers the tokens of their parts."""
+    def _tile(self, reads: Reads, left: Left, run: Numbers, pairs: int, keys: int, enough: float) -> Numbers:
+        """Makes the tiles of reads, each of which is in a run; answers the tokens of their parts."""
         queries, length = np.diff(reads.query_starts).astype(np.int64), left.end - left.begin
         slices = -(-queries // pairs)
         wanted = np.ceil(enough / np.maximum(1, slices)).astype(np.int64)
-        step = np.maximum(keys, -(-length // wanted // GRAIN) * GRAIN)
-        cuts = -(-length // step)
+        before, total = _within(run, length)
+        step = np.maximum(keys, -(-total // wanted // GRAIN) * GRAIN)
+        first = before // step
+        cuts = np.where(length > 0, (before + length - 1) // step - first + 1, 0)
         counts = cuts * slices  # tiles of each read: slices of its queries, and of each its slices of keys
         read = np.repeat(np.arange(len(reads)), counts)
         slice_, cut = np.divmod(np.arange(len(read)) - (np.cumsum(counts) - counts)[read], cuts[read])
-        start, end = left.begin[read] + cut * step[read], left.end[read]
+        cut += first[read]
+        if run.max(initial=-1) + 1 < len(run):  # otherwise they stand in order
+            order = np.lexsort((read, cut, slice_, run[read]))
+            read, slice_, cut = read[order], slice_[order], cut[order]
+        away, stride, most = before[read], step[read], length[read]
+        start, stop = (np.minimum(np.maximum(0, -((away - at * stride) // GRAIN) * GRAIN), most) for at in (cut, cut + 1))
         width = np.minimum(pairs, queries[read] - slice_ * pairs)
         pair = reads.query_starts[read] + slice_ * pairs
-        part = np.cumsum(width) - width
-        slot = reads.page_starts[read] * reads.page_size
-        columns = (slot, start, np.minimum(start + step[read], end), pair, width, len(left.owners) + part)
+        heads = np.flatnonzero(_changes(run[read], slice_, cut))
+        self.chains: Ints = np.append(heads, len(read)).astype(np.int32)
+        part = np.cumsum(width[heads]) - width[heads]
+        slot, begin, parts = reads.page_starts[read] * reads.page_size, left.begin[read], np.repeat(part, np.diff(self.chains))
+        columns = (slot, begin + start, begin + stop, pair, width, len(left.owners) + parts)
         self.tiles: Ints = np.stack(columns, axis=1).astype(np.int32)
-        answered: Numbers = self.reader[np.repeat(pair - part, width) + np.arange(width.sum())]
+        answered: Numbers = self.reader[np.repeat(pair[heads] - part, width[heads]) + np.arange(width[heads].sum())]
         return answered
 
     def _list_parts(self, owner: Numbers, count: int) -> None:
@@ -83,3 +97,28 @@ class Tiling:
         self.turn: Tensor | None = None
         if len(self.moved) and self._geometry.freqs is not None:
             self.turn = turns(torch.from_numpy(at[self.moved]), self._geometry.freqs, self._geometry.factor)
+
+
+def _runs(reads: Reads) -> Numbers:
+    """The number of each read's run: neighbours with the same queries are in one."""
+    counts = np.diff(reads.query_starts)
+    read = np.repeat(np.arange(len(reads)), counts)
+    before = np.maximum(0, np.arange(len(read)) - counts[read])  # where a query stands in the read before, if that has as many
+    others = np.bincount(read, reads.queries != reads.queries[before], minlength=len(reads))
+    runs: Numbers = np.cumsum(_changes(counts) | (others > 0)) - 1
+    return runs
+
+
+def _within(run: Numbers, length: Numbers) -> tuple[Numbers, Numbers]:
+    """Of each read: the keys of its run before it, and all of them."""
+    starts = np.cumsum(length) - length
+    return starts - starts[np.searchsorted(run, run)], np.bincount(run, length).astype(np.int64)[run]
+
+
+def _changes(*columns: Numbers | Ints) -> NDArray[np.bool_]:
+    """Where one of them is another than before; the first always is."""
+    changed = np.zeros(len(columns[0]), dtype=np.bool_)
+    changed[:1] = True
+    for column in columns:
+        changed[1:] |= column[1:] != column[:-1]
+    return changed

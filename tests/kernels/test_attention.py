@@ -193,6 +193,25 @@ def test_tiles_take_a_run_of_every_length(length: int) -> None:
         case.check(case.by_tiles(), case.positions)
 
 
+@pytest.mark.parametrize("count", [1, 2, 40])  # too few for tiles, one group, and more than a tile takes
+def test_reads_with_the_same_queries_are_looked_at_as_one(count: int) -> None:
+    """Modules, a prefix of which some queries see nothing, and their own tokens: one chain, whose tiles are of different lengths."""
+    case = Case(0, "rope", torch.bfloat16, shape=(8, 64, 2), rows=1)
+    case._reads.clear()
+    case.counts = [count]
+    lengths = (130, 1, 64, 515, 29)
+    case.positions = torch.arange(count) * 3 + sum(lengths)
+    for place, length in enumerate(lengths):
+        shift = sum(lengths[:place]) + (4 if place % 2 else 0)
+        case.write(case.add(length, 0, range(count), [shift + (2000 if i == 0 and place < 2 else 0) for i in range(count)]))
+    paths = case.by_tiles()
+    case.check(paths, case.positions)
+    chained = paths["defined"]
+    assert isinstance(chained, NativeLowering)
+    assert len(chained._tiling.tiles) > len(lengths) - 1 > len(chained._tiling.chains) - 2, "they were not chained"
+    assert chained._tiling.parts < count * len(lengths)
+
+
 @pytest.mark.parametrize("length", [62, 63, 64, 65, 127, 128, 129, 510, 511, 512, 513, 1025])
 def test_every_cpu_path_takes_a_tail_of_every_length(length: int) -> None:
     """Where the C kernel begins another block of keys, and where it splits a tile."""

@@ -177,7 +177,8 @@ def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_another_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, source = Calls(monkeypatch), tmp_path / "native.c"
-    functions = "".join(f"void {name}(void) {{}}\n" for name in ("linear", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend"))
+    names = ("linear", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend", "has_tiles")
+    functions = "".join(f"void {name}(void) {{}}\n" for name in names)
     monkeypatch.setattr(native, "SOURCE", source)
     for text in (functions, functions + "/* changed */"):
         source.write_text(text)
