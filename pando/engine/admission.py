@@ -1,13 +1,13 @@
 """From a request to rows, or to what is wrong with it; and whose their context is."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from ..config import EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
-from ..kv.run import Origin, Run, in_place
+from ..kv.run import Origin, Run, are_tokens, in_place
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..model.load import Model
 from .imports import pages_of, wants
@@ -46,10 +46,13 @@ class Admission:
         check_share(request.repair)
         before, own, at = self._apart(request)
         ends = bool(before) and before[-1].end > at
-        imported = [token for run in before for token in run.tokens]
-        imported = imported[:-1] if ends else imported
-        prompt = [*imported, *own]
-        self.check_prompt(prompt, at + len(own))
+        self.check_runs(before)
+        self.check_prompt(own, at + len(own))
+        prompt: list[int] = []
+        for run in before:
+            prompt += run.tokens
+        imported = len(prompt) - ends
+        prompt[imported:] = own
         check(params, self._model.config.vocab_size)
         last = self.last(own, params.max_tokens, at, self.pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -64,11 +67,11 @@ class Admission:
         if repair:  # the row of a plain prompt, but for where its states come from
             check_gaps(before, at + ends)
             asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
-            last, at, imported = self.last(prompt, params.max_tokens, 0, self.pages_of(before)), 0, []
+            last, at, imported = self.last(prompt, params.max_tokens, 0, self.pages_of(before)), 0, 0
         trace = [] if before else self._trace(prompt, request.tenant.owner)
         blocked = (*eos, *(params.stop_token_ids or ()))
         rows = [
-            Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=len(imported))
+            Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=imported)
             for index in range(params.n)
         ]
         for row in rows:
@@ -160,9 +163,15 @@ class Admission:
         if not prompt:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         vocab = self._model.config.vocab_size
-        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab:
+        if not are_tokens(prompt, vocab):
             wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab)
             raise InvalidPrompt(f"{wrong!r} is no token of this model; tokens are whole numbers from 0 to {vocab - 1}")
+
+    def check_runs(self, runs: Iterable[Run]) -> None:
+        """What was found to be tokens once is not looked at again."""
+        for run in runs:
+            if not run.is_of(self._model.config.vocab_size):
+                self.check_tokens(run.tokens)
 
     def check_prompt(self, prompt: Sequence[int], length: int) -> None:
         self.check_tokens(prompt)

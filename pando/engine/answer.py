@@ -25,7 +25,8 @@ class Answer:
         self._stops = row.params.stops
         self._least = row.params.min_tokens
         self._held = ""
-        self._modules, self._repaired = 0 if row.truncated is not None else row.foreign - row.repaired, row.repaired
+        self._repaired = row.repaired
+        self._modules = row.foreign - self._repaired if row.truncated is None else 0
         self._reuse = Reuse()
 
     def take(self, chosen: Chosen) -> TokenEvent:

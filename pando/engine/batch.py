@@ -91,16 +91,16 @@ def warm_up(model: Model, page_size: int) -> None:
         gpu_warm.warm_up(gpu.Device.of(model.device), model.dtype, model.decoder.geometry, page_size, model.states)
 
 
-def reads_of(plan: Plan, counts: Sequence[int]) -> Reads:
+def reads_of(plan: Plan, counts: Sequence[int], unseen: int = 0) -> Reads:
     """A plan's reads for rows that bring so many tokens each: rows become their tokens."""
     rows, row_starts, shifts = plan.rows, plan.row_starts, plan.shifts
     if max(counts, default=1) > 1:
         brought = np.array(counts)
         each = brought[rows]
-        rows = ranges((np.cumsum(brought) - brought)[rows], each).astype(np.int32)
-        row_starts = np.concatenate(([0], np.cumsum(each)))[row_starts].astype(np.int32)
-        shifts = np.repeat(shifts, each)
-    return Reads(plan.page_size, plan.pages, plan.page_starts, plan.tokens, plan.first, rows, row_starts, shifts)
+        rows = ranges((brought.cumsum() - brought)[rows], each).astype(np.int32)
+        row_starts = np.concatenate(([0], each.cumsum()))[row_starts].astype(np.int32)
+        shifts = shifts.repeat(each)
+    return Reads(plan.page_size, plan.pages, plan.page_starts, plan.tokens, plan.first, rows, row_starts, shifts, unseen)
 
 
 class Unread(NamedTuple):
@@ -155,7 +155,9 @@ class Batcher:
             self.plans_made += 1
             group = self.geometry.heads // self.geometry.kv_heads
             self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group, self.cost)
-            made = made._replace(reads=reads_of(self.plan, schedule.counts))
+            room = self.page_size * sum(len(row.pages) for row in schedule.rows)
+            unseen = room - int(schedule.starts.sum()) - sum(schedule.counts)
+            made = made._replace(reads=reads_of(self.plan, schedule.counts, unseen))
         self._batch = made
         return made
 
@@ -175,7 +177,7 @@ class Batcher:
         news = zip(rows, starts.tolist(), (starts + counts).tolist(), strict=True)
         return Batch(
             tokens=np.array([token for row, start, stop in news for token in row.tokens[start:stop] or (0,)]),  # or one that is unread
-            positions=places + np.repeat([row.at for row in rows], counts),
+            positions=places + np.array([row.at for row in rows]).repeat(counts),
             slots=self._slots(rows, starts, counts, places),
             wanted=_wanted(schedule),
             reads=self._batch.reads,
@@ -194,8 +196,9 @@ class Batcher:
         begin, end = starts // size, (starts + counts - 1) // size + 1  # the pages that each row writes to
         spans = zip(rows, begin.tolist(), end.tolist(), strict=True)
         pages = np.array([page for row, first, last in spans for page in row.pages[first:last]])
-        behind = np.cumsum(end - begin) - end  # where among them a row's page 0 would be
-        return pages[np.repeat(behind, counts) + places // size] * size + places % size
+        behind = (end - begin).cumsum() - end  # where among them a row's page 0 would be
+        slots: Numbers = pages[behind.repeat(counts) + places // size] * size + places % size
+        return slots
 
     def _lowered(self, reads: Reads, at: Tensor) -> Attend:
         if reads is self._ready:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.reads import Reads
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
-from .across import sent
+from .across import put
 from .batch import NOWHERE, Batch, Lowered
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ Repeat = Callable[[], Tensor]
 
 
 class Replaceable(Lowered, Protocol):
-    def replace(self, reads: Reads, positions: Tensor) -> bool:
-        """Takes another plan, if there is room for it."""
+    def replace(self, reads: Reads, count: int) -> bool:
+        """Takes another plan, for so many tokens, if there is room for it; it begins with the next step."""
         ...
 
 
@@ -64,7 +64,7 @@ class _Captured:
             host[place, : len(numbers)] = numbers
         if batch.fed is not None:
             host[4, : len(batch.fed.sources)] = batch.fed.sources
-        self.numbers.copy_(sent(host, self.numbers.device))
+        put(host, self.numbers)
         if batch.fed is not None:
             self.tokens.copy_(batch.fed.into(self.tokens, self.sources))
 
@@ -113,7 +113,7 @@ class Graphs:
         entry.fill(batch, self._pool.scratch)
         if entry.reads is not batch.reads:
             entry.reads = batch.reads
-            if entry.lowering is None or not entry.lowering.replace(batch.reads, entry.positions):
+            if entry.lowering is None or not entry.lowering.replace(batch.reads, kind.tokens):
                 entry.repeat = None
                 entry.lowering = self._lower(batch.reads, entry.positions, SPARE)
         if entry.repeat is not None:

@@ -134,8 +134,10 @@ class Plan:
 
 def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostModel = DEFAULT) -> Plan:
     entries, pages = _entries(rows, page_size)
-    segment, origin, readers = _segments(entries.name)
     linked = _linked(entries, page_size)
+    if len(rows) < 2:
+        return _flat(entries, pages, linked, page_size)
+    segment, origin, readers = _segments(entries.name)
     continues = _continues(linked, segment, origin, readers)
     heads, chain = np.flatnonzero(~continues), np.cumsum(~continues) - 1
     pays = cost.pays(_sums(entries.tokens[origin], heads), readers[heads], group) & (readers[heads] > 1)
@@ -165,14 +167,30 @@ def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostMode
     )
 
 
+def _flat(entries: Entries, pages: Ints, linked: Flags, page_size: int) -> Plan:
+    """Nothing is shared: each run of linked entries is a read, and their pages stand in order already."""
+    starts = (~linked).nonzero()[0]
+    return Plan(
+        page_size=page_size,
+        shared=0,
+        pages=pages,
+        page_starts=_starts(_sums(entries.pages, starts)).astype(np.int32),
+        tokens=_sums(entries.tokens, starts).astype(np.int32),
+        first=entries.first[starts].astype(np.int32),
+        rows=entries.row[starts].astype(np.int32),
+        row_starts=np.arange(len(starts) + 1, dtype=np.int32),
+        shifts=entries.shift[starts].astype(np.int32),
+    )
+
+
 def _entries(rows: Sequence[RowView], page_size: int) -> tuple[Entries, Ints]:
     """Of all rows, and their pages."""
     facts = np.frombuffer(b"".join([row.facts for row in rows]), np.int64).reshape(-1, 5)
     name, shift, first, tokens, counts = facts.T.copy()
     is_tail = name == TAIL
-    tails = np.flatnonzero(is_tail)
+    tails = is_tail.nonzero()[0]
     tokens[tails] = counts[tails] * page_size
-    entries = Entries(name, shift, first, tokens, counts, np.cumsum(is_tail) - is_tail)
+    entries = Entries(name, shift, first, tokens, counts, is_tail.cumsum() - is_tail)
     if not tokens.all():  # a row without a tail
         entries = Entries(*(column[tokens > 0] for column in entries))
     return entries, np.frombuffer(b"".join([row.pages for row in rows]), np.int32)
@@ -196,8 +214,8 @@ def _linked(entries: Entries, page_size: int) -> Flags:
     """Could one read serve an entry and the one before it?"""
     _, shift, first, tokens, _, row = entries
     linked = np.zeros(len(row), np.bool_)
-    linked[1:] = (row[1:] == row[:-1]) & (shift[1:] == shift[:-1]) & (first[1:] == (first + tokens)[:-1])
-    linked[1:] &= tokens[:-1] % page_size == 0
+    same = (row[1:] == row[:-1]) & (shift[1:] == shift[:-1]) & (first[1:] == (first + tokens)[:-1])
+    linked[1:] = same & (tokens[:-1] % page_size == 0)
     return linked
 
 
@@ -219,13 +237,14 @@ def _order(numbers: Numbers) -> Numbers:
 
 def ranges(starts: Numbers, counts: Numbers) -> Numbers:
     """start, start + 1, and so on from each start, as many as its count, one behind the other."""
-    ends = np.cumsum(counts)
-    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
+    found: Numbers = (starts - counts.cumsum() + counts).repeat(counts)
+    found += np.arange(len(found))
+    return found
 
 
 def _starts(counts: Numbers) -> Numbers:
     starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
+    counts.cumsum(out=starts[1:])
     return starts
 
 

@@ -8,10 +8,12 @@ argument and the words of a user are all runs, and a context is a list of them, 
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from .segment import Key
+from .segment import Key, Lineage, extend_keys
+
+KNOWN = 4  # contexts that the keys of a run are remembered for: there is one for each tenant
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +47,20 @@ class Origin:
         return context_digest(in_place(self.context))
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What was found out about a run, wherever it stands: a module is asked for again and again."""
+
+    keys: dict[tuple[Lineage, int], tuple[Key, ...]] = field(default_factory=dict)
+    vocabulary: int | None = None  # whose tokens it is made of
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     tokens: tuple[int, ...]
     position: int  # of its first token, in the prompt or context that it stands in
     origin: Origin | None = None  # None: it is computed where it stands
+    _known: _Known = field(default_factory=_Known, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,7 +80,7 @@ class Run:
         return self.position == 0 and (self.origin is None or not (self.origin.context or self.origin.first))
 
     def moved(self, position: int) -> "Run":
-        return Run(self.tokens, position, self.origin)
+        return Run(self.tokens, position, self.origin, self._known)
 
     def part(self, start: int, stop: int) -> "Run":
         """Some of it, where it stands, with the states that it has as a part of the whole."""
@@ -85,6 +96,28 @@ class Run:
         left = () if self.origin is None else self.origin.before
         facts = (made, array("i", left).tobytes(), array("i", self.tokens).tobytes(), self.position.to_bytes(8, "little"))
         return hashlib.sha256(b"".join(len(fact).to_bytes(8, "little") + fact for fact in facts)).digest()
+
+    def keys(self, context: Lineage, page_size: int) -> tuple[Key, ...]:
+        """Of the full pages of what it is made from, in a context."""
+        known = self._known.keys
+        found = known.get((context, page_size))
+        if found is None:
+            keys, before = list[Key](), () if self.origin is None else self.origin.before
+            extend_keys(keys, context, (*before, *self.tokens), page_size)
+            if len(known) >= KNOWN:
+                known.clear()
+            found = known[context, page_size] = tuple(keys)
+        return found
+
+    def is_of(self, vocabulary: int) -> bool:
+        """Is it made of the tokens of a vocabulary of so many?"""
+        if self._known.vocabulary != vocabulary and are_tokens(self.tokens, vocabulary):
+            self._known.vocabulary = vocabulary
+        return self._known.vocabulary == vocabulary
+
+
+def are_tokens(numbers: Sequence[int], vocabulary: int) -> bool:
+    return not numbers or (set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < vocabulary)
 
 
 def in_place(runs: Sequence[Run]) -> list[Run]:

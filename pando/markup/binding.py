@@ -98,6 +98,9 @@ class _Walk:
 
     def _scope(self, module: Module, steps: Sequence[Step]) -> None:
         items, cursor = module.items, 0
+        if not steps:
+            self._always(items, module)
+            return
         last = max((i for i, step in enumerate(steps) if isinstance(step, Import)), default=-1)
         lead = next((i for i, item in enumerate(items) if isinstance(item, Union) or (isinstance(item, Module) and item.name)), len(items))
         free = self.schema.order == "free" and module is self.schema.outline.root

@@ -25,10 +25,10 @@ class Slow:
         self._geometry, self._room = geometry, int(len(reads.tokens) * spare)
         self._reads, self._positions = list(reads.each()), positions
 
-    def replace(self, reads: Reads, positions: Tensor) -> bool:
+    def replace(self, reads: Reads, count: int) -> bool:
         fits = len(reads.tokens) <= self._room
         if fits:
-            self._reads, self._positions = list(reads.each()), positions
+            self._reads = list(reads.each())
         return fits
 
     def begin(self, positions: Tensor) -> None:

@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -200,3 +201,15 @@ def test_no_two_reads_could_be_one(cost: CostModel) -> None:
         found = plan(forest(random.Random(seed)), PAGE, cost=cost)
         ends = {(read.rows, read.shifts, read.first + read.tokens) for read in found.reads if read.tokens % PAGE == 0}
         assert not ends & {(read.rows, read.shifts, read.first) for read in found.reads}
+
+
+def test_a_row_reads_alone_what_it_reads_beside_others_that_share_nothing() -> None:
+    several = 0
+    for seed in range(60):
+        rows = forest(random.Random(seed))
+        beside = plan([*rows, row([], [])], PAGE, cost=NEVER)
+        for index, view in enumerate(rows):
+            alone = plan([view], PAGE, cost=ALWAYS)
+            assert [replace(read, rows=(index,)) for read in alone.reads] == [read for read in beside.reads if read.rows == (index,)]
+            several += len(alone) > 1
+    assert several > 60
