@@ -229,7 +229,7 @@ def test_everything_is_purged_even_what_no_index_has(disk, told, tmp_path):
 
 def test_nothing_of_a_purged_tenant_stays_in_the_index(disk, told, tmp_path):
     words = tuple(range(7_000_001, 7_000_009))
-    secret = replace(card(), tokens=words, tenant=tenant_tag(b"mine"), key=hashlib.sha256(b"secret").digest())
+    secret = card()._replace(tokens=words, tenant=tenant_tag(b"mine"), key=hashlib.sha256(b"secret").digest())
     save(disk, secret, *chain(2))
     needle = words[0].to_bytes(4, "little") + words[1].to_bytes(4, "little")
 
@@ -257,7 +257,7 @@ def test_a_conversation_is_pinned_to_its_beginning(disk, pando, told):
 
 def test_an_index_that_goes_in_a_circle_is_no_endless_list(disk, pando):
     one = card()
-    save(disk, replace(one, parent=one.key))
+    save(disk, one._replace(parent=one.key))
     assert pando("ls", "--pages")[0] == 0
     assert pando("pin", one.key.hex())[1].startswith("pinned 1 pages")
 

@@ -1,15 +1,19 @@
 """The tiers below the pool, for rows: what is kept of their context is brought up, and what they computed is kept."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
 
 from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
-from ..store.keeper import Found, Keeper, Loading, Offer, end_card, end_parent
+from ..store.keeper import Departing, Found, Keeper, Loading, Offer, end_card, end_parent
 from ..store.tier import Card
 from .imports import Want, wants
 from .request import Miss
-from .row import Row
+from .row import Row, Schedule
 
 WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for
 
@@ -19,9 +23,28 @@ class Below:
         self.store = store
         self.tree = tree
         self.limbo: list[tuple[Loading, list[int]]] = []  # pages that are filled for nobody
+        self._departure: Departing | None = None  # of the last step that was made
+        self._coming: dict[Row, None] = {}  # rows that wait, and whose pages the store has not been told of
 
     def join(self, row: Row) -> None:
-        """A row waits, and will need its pages."""
+        """A row waits, and will need its pages. Most rows run in the next step: the store is told of those that do not."""
+        self._coming[row] = None
+
+    def leave(self, row: Row) -> None:
+        """It waits no longer."""
+        if row in self._coming:
+            del self._coming[row]
+        else:
+            self.store.leave(row.arrival)
+
+    def _tell(self) -> None:
+        """To be done before the store makes room for anything."""
+        for row in self._coming:
+            self._tell_of(row)
+        self._coming.clear()
+
+    def _tell_of(self, row: Row) -> None:
+        extend_keys(row.keys, row.lineage, row.tokens, self.tree.page_size)
         needs, chains = list[Key](), [(want.lineage, want.keys, want.run.tokens) for want in row.wants]
         for lineage, keys, tokens in (*chains, (row.lineage, row.keys, row.tokens)):
             needs += self._needs(lineage, keys, tokens)
@@ -69,12 +92,12 @@ class Below:
         row.load = None
         if lost is not None:
             came = min(row.loaded, sum(len(part.card.tokens) for part in parts))
-            row.cached = None if row.cached is None else row.cached - (row.loaded - came)
+            row.cached = row.cached - (row.loaded - came) if row.cached is not None and row.is_new else row.cached
             row.computed = row.settled + came
             row.loaded = came
             row.miss = Miss("lost", row.imported + row.computed)
         left = row.loaded
-        for part in parts:
+        for part in parts if row.is_new else ():  # as it is with `cached`
             row.tiers[part.tier] = row.tiers.get(part.tier, 0) + min(left, len(part.card.tokens))
             left -= min(left, len(part.card.tokens))
         return True
@@ -94,51 +117,83 @@ class Below:
 
     def returned(self) -> list[int]:
         """Pages that nobody fills any more."""
+        if not self.limbo:
+            return []
         done = [pages for load, pages in self.limbo if load.done]
         self.limbo = [(load, pages) for load, pages in self.limbo if not load.done]
         return [page for pages in done for page in pages]
+
+    def forget_pool(self) -> list[int]:
+        """Nothing in the pool is to be trusted any more; answers the pages that are still being filled."""
+        self.store.forget_pool()
+        self.returned()
+        return [page for _, pages in self.limbo for page in pages]
 
     # ---- keeping
 
     def keep(self, row: Row, start: int, stop: int) -> None:
         """Pages that the tree has taken from a row outlive the pool from now on."""
         assert row.stem is not None
-        if not _is_kept(row):
-            return
-        size, root, cards, pages = self.tree.page_size, row.lineage.root, list[Card](), list[int]()
-        for place in range(start, stop):
+        wanted = list(self._wanted(row, start, stop))
+        for first in range(0, len(wanted), self.store.buffer):
+            self._offer(row.stem, wanted[first : first + self.store.buffer], row.keys[:stop])
+
+    def depart(self, schedule: Schedule) -> Schedule:
+        """Pages that a step will fill are saved while it computes, if their tokens are known: the last one may be chosen by a step that
+        still runs."""
+        self._departure = None
+        if spare := self.store.spare:
+            pages = list(islice(self._filled(schedule), spare))
+            self._departure = self.store.depart(pages) if pages else None
+        return schedule if self._departure is None else replace(schedule, departure=self._departure)
+
+    def _filled(self, schedule: Schedule) -> Iterator[tuple[Card, int]]:
+        size, starts, stops = self.tree.page_size, schedule.starts, schedule.starts + schedule.counts
+        for place in np.flatnonzero(stops // size > starts // size).tolist():
+            row = schedule.rows[place]
+            extend_keys(row.keys, row.lineage, row.tokens, size)
+            yield from self._wanted(row, starts[place] // size, min(stops[place], len(row.tokens)) // size)
+
+    def retract(self) -> None:
+        """Nothing of the last step that was made is kept."""
+        if self._departure is not None:
+            self.store.dismiss(self._departure)
+
+    def _wanted(self, row: Row, start: int, stop: int) -> Iterator[tuple[Card, int]]:
+        """Those of a row's pages that are to be kept, and are not."""
+        size, root = self.tree.page_size, row.lineage.root
+        for place in range(start, stop) if _is_kept(row) else ():
             if self.store.wanted(row.keys[place]):
                 before = row.keys[place - 1] if place else root
                 whose = self.store.tag(root if place < row.lineage.public else row.tenant)
-                cards.append(Card(row.keys[place], before, whose, tuple(row.tokens[place * size : (place + 1) * size])))
-                pages.append(row.pages[place])
-        for first in range(0, len(cards), self.store.buffer):
-            some = slice(first, first + self.store.buffer)
-            self._offer(row.stem, cards[some], pages[some], row.keys[:stop])
+                yield Card(row.keys[place], before, whose, tuple(row.tokens[place * size : (place + 1) * size])), row.pages[place]
 
     def keep_end(self, row: Row, tokens: Sequence[int], page: int) -> None:
         """The unfilled page at the end of a sequence that was just handed to the tree, if the tree took it."""
         assert row.stem is not None
         before, owner = row.stem.segment.key, row.lineage.owner
         stem = row.stem.children.get(page_key(before + owner, tokens))
-        if not _is_kept(row) or len(tokens) < WORTH_KEEPING or stem is None or stem.segment.pages != (page,):
+        is_worth_it = len(tokens) >= WORTH_KEEPING or row.makes is not None  # without its end a run would not come up at all
+        if not _is_kept(row) or not is_worth_it or stem is None or stem.segment.pages != (page,):
             return
         card = end_card(end_parent(before, owner), self.store.tag(row.tenant), tokens)
         if self.store.wanted(card.key):
-            self._offer(stem, [card], [page], [*row.keys[: row.settled // self.tree.page_size], card.key])
+            self._offer(stem, [(card, page)], [*row.keys[: row.settled // self.tree.page_size], card.key])
 
-    def _offer(self, stem: Stem, cards: Sequence[Card], pages: Sequence[int], chain: Sequence[Key]) -> None:
+    def _offer(self, stem: Stem, some: Sequence[tuple[Card, int]], chain: Sequence[Key]) -> None:
         self.tree.pin(stem)
-        self.store.offer(Offer(stem, tuple(chain), tuple(cards), tuple(pages)))
+        self.store.offer(Offer(stem, tuple(chain), tuple(some)))
 
     def pump(self) -> bool:
         """Says whether there is more room in the pool for it."""
+        self._tell()
         free = self.store.pump()
         self._unpin(free)
         return bool(free)
 
     def make_room(self) -> None:
         """Someone needs the pages that wait to be saved."""
+        self._tell()
         self._unpin(self.store.relent())
         self._unpin(self.store.settle())
 

@@ -211,7 +211,7 @@ class Engine:
         self.pins.reset()
 
     def _forward(self, schedule: Schedule) -> Tensor:
-        self.pool.arrivals = schedule.loads
+        self.pool.arrivals, self.pool.departure = schedule.loads, None
         for copy in schedule.copies:
             self.pool.copy(copy.source, copy.target, copy.tokens)
         if self.store is not None:
@@ -223,7 +223,12 @@ class Engine:
             return torch.empty(0, self.model.config.vocab_size)
         batch = self.batcher.prepare(schedule, self._unread)
         logits = self.graphs.forward(batch) if self.graphs is not None and not schedule.loads else None
-        return logits if logits is not None else self.model.decoder.forward(self.batcher.step(batch), self.pool)
+        if logits is None:
+            self.pool.departure = schedule.departure  # what was captured has no moment between two layers
+            logits = self.model.decoder.forward(self.batcher.step(batch), self.pool)
+        if schedule.departure is not None:
+            schedule.departure.computed(self.model.config.layers)
+        return logits
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         """The rows that have caught up get their next token."""
@@ -287,8 +292,9 @@ class Engine:
         self.scheduler.remove(row)
         self.sampler.forget(row)
         del self.answers[row]
-        if not self.has_work:
+        if not self.has_work and self._flight is not None:
             self._flight = None  # nobody waits for it; read at the next request, it would seem to have taken until then
+            self.scheduler.retract()
 
     # ---- facts
 

@@ -1,12 +1,12 @@
 """What rows hold of the pool: pages that they get, hand to the tree when they are full, and let go."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..kv.pages import Pages
-from ..kv.segment import Key, extend_keys, shared_length
+from ..kv.segment import Key, Segment, extend_keys, page_key, shared_length
 from ..kv.tree import Match, PrefixTree
 from .below import Below
-from .row import Row
+from .row import Copy, Row
 from .turns import Turns
 
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
@@ -16,6 +16,11 @@ class Holding:
     def __init__(self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, *, reuse: bool) -> None:
         """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool."""
         self.pages, self.tree, self.turns, self.below, self.reuse = pages, tree, turns, below, reuse
+
+    @property
+    def to_be_had(self) -> int:
+        """Pages that are free, or that the cache could give."""
+        return self.pages.free + self.tree.evictable()
 
     def seat(self, row: Row, limit: int, now: float, *, spare: int) -> Match | None:
         """Finds what is known of a row's first tokens, and room for the others, if the cache has it with some pages to spare."""
@@ -34,6 +39,45 @@ class Holding:
         row.settled = row.computed = shared
         self.grow(row, len(row.tokens) + 1)
         return match
+
+    def fill(self, row: Row, match: Match, limit: int, running: Iterable[Row]) -> list[Copy]:
+        """What is known of a row behind the pages that it shares: the tiers below bring it up, or it is copied, whichever is more."""
+        tokens, source = max((match.tokens, match.page or 0), self._ahead(row, limit, running))
+        below = self.below if limit and not row.repair and not row.is_shunned else None
+        if below is not None and (kept := below.load(row, limit, more_than=tokens)):
+            row.computed += kept
+            return []
+        row.computed += tokens
+        return [Copy(source, row.pages[row.settled // self.pages.page_size], tokens)] if tokens else []
+
+    def bring(self, row: Row, now: float, *, spare: int) -> bool:
+        """Begins to bring up what a row shall leave to the tree; says whether there was room."""
+        if self.seat(row, len(row.tokens), now, spare=spare) is None:
+            return False
+        if self.below is not None:
+            row.computed += self.below.load(row, len(row.tokens), more_than=0)
+        row.cached, row.loads_since, row.comes = row.computed, now, tuple(self._coming(row))
+        return True
+
+    def _coming(self, row: Row) -> Iterator[Segment]:
+        """What a row has that is not the tree's yet, a segment for each page."""
+        size, before = self.pages.page_size, row.stem.segment.key if row.stem is not None else row.lineage.root
+        for place in range(row.settled // size, self.pages.needed(row.computed)):
+            tokens = tuple(row.tokens[place * size : min((place + 1) * size, row.computed)])
+            key = row.keys[place] if len(tokens) == size else page_key(before + row.lineage.owner, tokens)
+            yield Segment((key,), tokens, (row.pages[place],), row.at + place * size)
+            before = key
+
+    def seat_repaired(self, row: Row, now: float) -> None:
+        """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
+        known = row.computed >= row.repaired_end
+        if row.cached is None:
+            row.cached = row.computed if known else max(0, row.had - row.repaired)
+            row.waited = now - row.arrived
+        if known:
+            self.let_go(row)
+        else:
+            row.computed = row.repaired_end
 
     def is_held(self, row: Row, others: Iterable[Row]) -> bool:
         """Is another row computing or loading the beginning of this one? Then that is worth waiting for: the same states are not computed
@@ -156,7 +200,7 @@ class Holding:
         start, stop = low * self.pages.page_size, (low + 1) * self.pages.page_size
         return min(start + shared_length(row.tokens[start:stop], other.tokens[start:stop]), len(row.tokens) - 1)
 
-    def ahead(self, row: Row, limit: int, running: Iterable[Row]) -> tuple[int, int]:
+    def _ahead(self, row: Row, limit: int, running: Iterable[Row]) -> tuple[int, int]:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
         own, best = row.tokens[row.settled : limit], (0, 0)
         for other in running:

@@ -11,9 +11,10 @@ from hashlib import sha256
 
 from ..kv.pages import Pages
 from ..kv.run import Origin, Run, in_place
-from ..kv.segment import Key, Lineage, Segment, extend_keys
+from ..kv.segment import Key, Lineage, Segment
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
+from ..store.keeper import Loading
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,9 @@ class Import:
     stem: Stem  # its whole pages
     end: Stem | None  # the page that holds the rest of it
     rest: int
+    coming: tuple[Segment, ...] = ()  # or its pages behind the stem: another row brings them up, and has them until the tree does
+    load: Loading | None = None  # by which they come
+    counts: bool = False  # as found by the row that reads them, which is not told yet from which tiers they come
 
     @property
     def pinned(self) -> Stem:
@@ -66,7 +70,7 @@ class Import:
 
     def path(self) -> tuple[Segment, ...]:
         found = self.stem.path(self.want.origin.first)
-        return (*found, self.end.segment.head(self.rest)) if self.end is not None else found
+        return (*found, self.end.segment.head(self.rest)) if self.end is not None else (*found, *self.coming) if self.coming else found
 
 
 def wants(
@@ -78,15 +82,15 @@ def wants(
     exact = True
     for given, run in zip(runs, ours, strict=True):
         assert run.origin is not None
-        behind, keys = run.origin.key(root), list[Key]()
+        behind = run.origin.key(root)
         context = plain if plain is not None and behind == root else Lineage.of(behind)
-        extend_keys(keys, context, (*run.origin.before, *run.tokens), page_size)
+        keys = run.keys(context, page_size)
         skipped = len(run.origin.before) // page_size
         lineage = Lineage(keys[skipped - 1], context.owner) if skipped else context
         same = run.shift == 0 and not run.origin.before and run.origin.placed_digest == before.digest()
         exact = exact and same
         passing = makes and given.origin is None
-        found.append(Want(run, lineage, tuple(keys[skipped:]), context, passing, exact or given.origin is None))
+        found.append(Want(run, lineage, keys[skipped:], context, passing, exact or given.origin is None))
         before.update(run.digest)
     return (*found[:-1], replace(found[-1], is_end=True)) if ends else tuple(found)
 

@@ -1,20 +1,26 @@
-"""Rows that answer nothing: they make runs that others wait for, or bring them up from below the pool, and leave them to the tree."""
+"""Rows that answer nothing: they make runs that others wait for, or bring them up from below the pool, and leave them to the tree.
+
+What is brought up can be read on its way: it is lent, and each layer of it is waited for. The row that brings it has the pages until the
+tree does. Then those who borrowed it find it there, or begin again.
+"""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..kv.run import Run
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
 from .below import Below
-from .imports import Want, find, wants
+from .imports import Import, Want, find, wants
 from .request import Miss, SamplingParams
 from .row import Row
 
 
 class Makers:
-    def __init__(self, tree: PrefixTree, waiting: deque[Row], page_size: int) -> None:
-        self._tree, self._waiting, self._page_size = tree, waiting, page_size
+    def __init__(self, tree: PrefixTree, waiting: deque[Row], running: list[Row], loading: list[Row], arrivals: Iterator[int]) -> None:
+        """The scheduler's rows, as it has them at any time, and the numbers of those that come."""
+        self._arrivals = arrivals
+        self._tree, self._waiting, self._running, self._loading, self._page_size = tree, waiting, running, loading, tree.page_size
         self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
 
     def __len__(self) -> int:
@@ -33,10 +39,10 @@ class Makers:
 
     def gather(self, row: Row, below: Below | None, now: float, *, alone: bool) -> list[Row] | None:
         """Finds what stands before a row's tokens. Where something is missing, answers the rows that will make it, but for those that are
-        at it. `alone`: nobody runs."""
+        at it. `alone`: nobody runs who need not wait for anything."""
         if len(row.imports) == len(row.wants):
             return None
-        if row.awaits is not None and (maker := self.of(row.awaits)) is not None:
+        if row.awaits is not None and (maker := self.of(row.awaits)) is not None and not (alone and maker.brings):
             return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
         found = [find(self._tree, want, now) for want in row.wants]
         for old in row.imports:
@@ -44,7 +50,7 @@ class Makers:
         row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
         missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
         if row.found is None:
-            row.found = sum(len(each.want) for each in row.imports)
+            row.found = {each.want: len(each.want) for each in row.imports}
             row.miss = self.miss(row, missing[0]) if missing else row.miss
         row.awaits = missing[-1].name if missing else None
         return self._for_row(row, missing, below, now) if missing else None
@@ -69,24 +75,85 @@ class Makers:
         self._waiting.remove(maker)
         return [maker]
 
+    def are_coming(self, row: Row) -> bool:
+        """Is all that a row lacks on its way into the pool?"""
+        makers = [self._making.get(want.name) for want in _lacking(row)]
+        brought = [maker for maker in makers if maker is not None and maker.brings and maker.load is not None and not maker.behind]
+        return not row.repair and len(brought) == len(makers)
+
+    def lend(self, row: Row) -> None:
+        """A row that is placed reads what it lacks on its way. That counts as found."""
+        for want in _lacking(row):
+            maker = self._making[want.name]
+            assert maker.stem is not None
+            self._tree.pin(maker.stem)
+            *whole, last = maker.comes
+            counts = row.cached is None and self._count(row, want, len(want))
+            row.imports += (Import(want, maker.stem, None, 0, (*whole, last.head(len(last) - want.is_end)), maker.load, counts),)
+
+    def borrowers(self, maker: Row) -> list[Row]:
+        return [row for row in (*self._running, *self._loading) if row.borrows(maker)] if maker.brings else []
+
+    def take_back(self, maker: Row, now: float) -> list[Row]:
+        """A row that brought something up is gone: the tree has that now, and whoever borrowed it finds it there. Answers those who do
+        not: they begin again."""
+        failed = list[Row]()
+        for row in self.borrowers(maker):
+            borrowed = row.borrows(maker)
+            found = [find(self._tree, each.want, now) for each in borrowed]
+            for each in borrowed:
+                self._tree.unpin(each.pinned)
+            row.imports = (*(each for each in row.imports if each not in borrowed), *(each for each in found if each is not None))
+            if None in found:
+                self._uncount(row, [each.want for each in borrowed], is_lost=maker.miss is not None)
+                failed.append(row)
+        return failed
+
+    def _uncount(self, row: Row, failed: Sequence[Want], *, is_lost: bool) -> None:
+        """A row waits again for what did not come, and for what it borrows beside it: as if it had not counted on that."""
+        if row.is_new and row.found is not None:
+            beside = [each.want for each in row.imports if each.load is not None]
+            row.cached, row.tiers = None, {}
+            for want in (*failed, *beside):
+                row.found.pop(want, None)
+            cold = self.miss(row, failed[0])
+            row.miss = Miss("lost", cold.token) if is_lost else row.miss or cold
+
     def pass_on(self, maker: Row) -> None:
         """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
         assert maker.makes is not None
-        found = (maker.cached or 0) - (maker.found or 0) - (len(maker.tokens) - len(maker.makes.run))
+        name, found = maker.makes.name, (maker.cached or 0) - maker.had - (len(maker.tokens) - len(maker.makes.run))
         for row in self._waiting if found > 0 else ():
-            mine = [want for want in row.wants if want.name == maker.makes.name] if row.found is not None and row.cached is None else []
-            for want in mine:
-                came = left = min(found, len(want))
-                row.found = (row.found or 0) + came
-                for tier, count in maker.tiers.items():
-                    row.tiers[tier] = row.tiers.get(tier, 0) + min(left, count)
-                    left -= min(left, count)
-                if row.miss == self.miss(row, want) and came >= len(want) - 1:
-                    row.miss = None
+            for want in [want for want in row.wants if want.name == name] if row.found is not None and row.cached is None else []:
+                if self._count(row, want, min(found, len(want))):
+                    _count_tiers(row, min(found, len(want)), maker.tiers)
+        for row in self.borrowers(maker):
+            for each in [each for each in row.borrows(maker) if each.counts]:
+                _count_tiers(row, min(found, len(each.want)), maker.tiers)
+
+    def _count(self, row: Row, want: Want, came: int) -> bool:
+        """Says whether it was not counted before: what a row has found may go and come while it waits."""
+        if row.found is None or want in row.found:
+            return False
+        row.found[want] = came
+        if row.miss == self.miss(row, want) and came >= len(want) - 1:
+            row.miss = None
+        return True
 
     def miss(self, row: Row, lost: Want) -> Miss:
         before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
         return Miss("evicted" if any(map(self._tree.was_evicted, lost.keys)) else "cold", before)
+
+    def begin_missing(self, tenant: Key, asked: Sequence[Want], below: Below | None, now: float) -> list[Row]:
+        """Rows for runs that are neither in the tree nor being made, one behind the other."""
+        missing = list[Row]()
+        for want in asked:
+            found = find(self._tree, want, now)
+            if found is not None:
+                self._tree.unpin(found.pinned)
+            elif self.of(want.name) is None:
+                missing.append(self.begin(tenant, want, next(self._arrivals), below, now))
+        return missing
 
     def unmade(self, tenant: Key, runs: Sequence[Run]) -> int:
         """How many of these runs are among them."""
@@ -97,7 +164,7 @@ class Makers:
         brings = below is not None and below.keeps(want, tenant, now)
         lineage, tokens = (want.lineage, want.run.tokens) if brings else (want.context, want.path)
         maker = Row("", -1, tokens, SamplingParams(), 0, lineage, len(tokens), tenant, makes=want, arrival=arrival)
-        maker.found, maker.brings = 0, brings
+        maker.found, maker.brings = {}, brings
         if brings:
             maker.at, maker.keys = want.origin.first, list(want.keys)
         else:
@@ -105,3 +172,14 @@ class Makers:
             maker.awaits = maker.wants[-1].name if maker.wants else None
         self._making[want.name] = maker
         return maker
+
+
+def _lacking(row: Row) -> list[Want]:
+    found = {each.want for each in row.imports}
+    return [want for want in row.wants if want not in found] if len(row.imports) < len(row.wants) else []
+
+
+def _count_tiers(row: Row, came: int, tiers: Mapping[str, int]) -> None:
+    for tier, count in tiers.items():
+        row.tiers[tier] = row.tiers.get(tier, 0) + min(came, count)
+        came -= min(came, count)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..kv.plan import Numbers, RowView
-from ..kv.segment import Key, Lineage, Placement
+from ..kv.segment import Key, Lineage, Placement, Segment
 from ..kv.stem import Stem
-from ..store.keeper import Loading
+from ..store.keeper import Departing, Loading
 from .imports import Import, Want
 from .request import Constraint, Miss, SamplingParams, Truncated
 
@@ -47,13 +47,15 @@ class Row:
     wants: Sequence[Want] = ()  # where those are
     imports: tuple[Import, ...] = ()  # the same, found; pinned
     awaits: tuple[Key, bytes] | None = None  # the name of the last of it that was missing
-    found: int | None = None  # tokens of it that were there when it was first looked for
+    found: dict[Want, int] | None = None  # tokens of each that were there when it was first looked for
     makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
     brings: bool = False  # and it computes nothing: all of that is kept below the pool, and comes up
+    comes: tuple[Segment, ...] = ()  # its pages that do: others may read them on their way
     truncated: Truncated | None = None  # what is left out of it
     load: Loading | None = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
     loads_since: float = 0.0
+    is_new: bool = True  # it was not admitted before: `cached` counts on what is on its way
     is_shunned: bool = False  # they did not come: it is computed
     is_suspect: bool = False  # what it computed is no number
     tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
@@ -67,6 +69,22 @@ class Row:
     @property
     def behind(self) -> int:
         return len(self.tokens) - self.computed
+
+    @property
+    def loads(self) -> list[Loading]:
+        """What it reads that is still on its way."""
+        borrowed = [found.load for found in self.imports if found.load is not None]
+        return borrowed if self.load is None else [self.load, *borrowed]
+
+    @property
+    def had(self) -> int:
+        """Imported tokens that were there when they were first looked for."""
+        return sum(self.found.values()) if self.found else 0
+
+    def borrows(self, maker: "Row") -> list[Import]:
+        """What it reads on its way, while another row brings it up."""
+        name = maker.makes.name if maker.brings and maker.makes is not None else None
+        return [found for found in self.imports if found.load is not None and found.want.name == name]
 
     def view(self, page_size: int) -> RowView:
         """As the plan sees it: the same object until what it reads is another."""
@@ -128,6 +146,8 @@ class Schedule:
     scored: bool = False  # does a row get logprobs of its prompt?
     plain: bool = False  # it has nothing of the last three, and nobody waits for what a row of it makes
     follows: bool = False  # the rows of the step before, and each computes its next token, as it did then
+
+    departure: Departing | None = None  # pages that it fills, and that are saved while it computes
 
     def again(self, changed: bool) -> "Schedule":
         return replace(self, starts=self.starts + 1, copies=(), changed=changed, follows=True)

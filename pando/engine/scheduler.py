@@ -8,6 +8,7 @@ from the cache, then from the row that arrived last. A row that loses its pages 
 front; its tokens are never lost, and its states only if someone needed the room.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from ..kv.tree import PrefixTree
 from ..store.keeper import Keeper
 from .below import Below
 from .holding import Holding
-from .imports import Want, find
+from .imports import Want
 from .makers import Makers
 from .misses import Misses
 from .request import Miss
@@ -52,12 +53,12 @@ class Scheduler:
         self.loading: list[Row] = []  # rows whose context is on its way, while others run
         self.preemptions = 0
         self._now = 0.0
-        self._arrivals = 0
+        self._arrivals = itertools.count(1)
         self._turns = Turns(pages.page_size)
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
         self._misses = Misses(tree, reuse)
         self._holding = Holding(pages, tree, self._turns, Below(store, tree) if store is not None else None, reuse=reuse)
-        self.makers = Makers(tree, self.waiting, pages.page_size)
+        self.makers = Makers(tree, self.waiting, self.running, self.loading, self._arrivals)
 
     @property
     def below(self) -> Below | None:
@@ -65,21 +66,15 @@ class Scheduler:
 
     @property
     def _is_stuck(self) -> bool:
-        return self._stuck_at is not None and self._to_be_had <= self._stuck_at
-
-    @property
-    def _to_be_had(self) -> int:
-        return self.pages.free + self.tree.evictable()
+        return self._stuck_at is not None and self._holding.to_be_had <= self._stuck_at
 
     # ---- requests come and go
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self._arrivals += 1
-            row.arrival, row.arrived = self._arrivals, self.clock()
+            row.arrival, row.arrived = next(self._arrivals), self.clock()
             self.waiting.append(row)
             if self.below is not None:
-                self._holding.extend_keys(row)
                 self.below.join(row)
 
     def remove(self, row: Row) -> None:
@@ -93,7 +88,7 @@ class Scheduler:
             self._holding.let_go(row)
             self._stuck_at = None
         if self.below is not None and row.makes is None:
-            self.below.store.leave(row.arrival)
+            self.below.leave(row)
 
     def forget_states(self) -> None:
         """After a step that did not finish: every row begins again from its tokens, and nothing that was cached is trusted."""
@@ -104,12 +99,11 @@ class Scheduler:
             if row.load is not None and self.below is not None:
                 self.below.stop(row)
             row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
-        self.running, self.loading = [], []
+        self.running.clear()
+        self.loading.clear()
         self.pages.reset()
         if self.below is not None:
-            self.below.store.forget_pool()
-            self.below.returned()
-            self.pages.withhold(page for _, pages in self.below.limbo for page in pages)
+            self.pages.withhold(self.below.forget_pool())
         self.tree.reset()
         self._turns.change()
 
@@ -128,16 +122,19 @@ class Scheduler:
     def next(self) -> Schedule:
         schedule = self._made(None)
         assert schedule is not None
-        return schedule
+        return schedule if self.below is None else self.below.depart(schedule)
 
     def ahead(self, before: Schedule) -> Schedule | None:
         """The step behind one that still runs, made before the tokens of that one are known: its rows go on as if none of them ended. Not
         where that one has to be looked at first, nor where a row would have to stop for a page."""
-        return self._made(before) if before.plain else None
+        schedule = self._made(before) if before.plain else None
+        return schedule if schedule is None or self.below is None else self.below.depart(schedule)
 
     def retract(self) -> None:
         """The last step that was made counts for nothing: its rows compute it again."""
         self._turns.change()
+        if self.below is not None:
+            self.below.retract()
 
     def _made(self, before: Schedule | None) -> Schedule | None:
         self._now = self.clock()
@@ -146,7 +143,9 @@ class Scheduler:
             return again
         self._take_arrived()
         flown = {} if before is None else flying(before)
-        places = [(row, *flown.get(row, (row.computed, len(row.tokens)))) for row in self.running]
+        places = [(row, row.computed, len(row.tokens)) for row in self.running]
+        if flown:
+            places = [(row, *flown.get(row, (start, length))) for row, start, length in places]
         turns: dict[Row, Turn] = {}
         budget, pressed = self.budget, False
         for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
@@ -155,16 +154,26 @@ class Scheduler:
                 continue  # it has lost its pages to one before it, or comes to its end
             if before is not None and not self._holding.give_room(row, start + count):
                 return None
-            pressed = not self._make_room(row, start + count) or pressed
+            if start + count > len(row.pages) * self.pages.page_size:
+                pressed = not self._make_room(row, start + count) or pressed
             if row.stem is not None:
-                turns[row] = Turn(row, start, count, length)
+                turns[row] = row, start, count, length
                 budget -= count
         copies: list[Copy] = []
         if not pressed:
             self._admit(budget, turns, copies)
+        self._hold_up_nobody(turns)
         if before is not None and not turns:
             return None
         return self._turns.make([turns[row] for row in self.running if row in turns], copies)
+
+    def _hold_up_nobody(self, turns: dict[Row, Turn]) -> None:
+        """Rows whose context is on its way wait for it beside the step, if there are others in it."""
+        early = [row for row in turns if row.loads]
+        for row in early if len(early) < len(turns) else ():
+            del turns[row]
+            self.running.remove(row)
+            self.loading.append(row)
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
@@ -173,7 +182,7 @@ class Scheduler:
         for row in [row for row in self.loading if row.brings and (row.load is None or row.load.done or row.load.late)]:
             self._take_in(row)
         alone = not self.running
-        for row in [row for row in self.loading if not row.brings and (alone or row.load is None or row.load.done)]:
+        for row in [row for row in self.loading if not row.brings and (alone or all(load.done for load in row.loads))]:
             self.loading.remove(row)
             self._run(row)
             if row.load is not None and row.load.done:
@@ -205,26 +214,26 @@ class Scheduler:
 
     def wait(self) -> None:
         """Nobody can run before something has come up."""
-        for row in self.loading[:1]:
-            if row.load is not None:
-                row.load.finish()
+        for load in [load for row in self.loading for load in row.loads][:1]:
+            load.finish()
 
     def _shun(self, row: Row) -> None:
         """What a row waits for does not come: it begins again in other pages, and computes."""
+        row.miss = Miss("lost", row.imported + row.settled)
         if row.brings:
             self._make_instead(row).is_shunned = True
-            return
-        row.is_shunned = True
-        row.cached = None if row.cached is None else row.cached - row.loaded
-        row.miss = Miss("lost", row.imported + row.settled)
-        self._preempt(row)
+        else:
+            row.is_shunned = True
+            row.cached = row.cached - row.loaded if row.cached is not None and row.is_new else row.cached
+            self._preempt(row)
 
     def unload(self) -> None:
         """A step found that some of what it was to read did not come. Nothing of it counts, and its rows compute what is missing."""
-        for row in list(self.running):
+        for row in (*self.running, *(row for row in self.loading if self.makers.borrowers(row))):
             if row.load is not None and (row.load.done or row.load.lost):
-                self._end_load(row)
-        self._turns.change()
+                (self._take_in if row.brings else self._end_load)(row)
+        self.retract()
+        self.tend()  # the store knows of the loss before it is asked again
 
     def detach(self) -> None:
         """Nothing below the pool is asked any more: what is on its way to it arrives, and rows compute what is missing."""
@@ -243,6 +252,8 @@ class Scheduler:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
         for row in schedule.repairs:  # they have a copy now
             self._holding.let_go(row)
+        for row in [row for row in self.loading if row.load in schedule.loads]:  # what rows borrowed: every layer was waited for
+            self._take_in(row)
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
             if row.stem is None:
                 continue  # it ended while the step ran
@@ -254,6 +265,8 @@ class Scheduler:
         for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
             self.makers.pass_on(row)
             self.remove(row)
+        if self.below is not None and schedule.departure is not None:
+            self.below.store.dismiss(schedule.departure)
         self.tend()
 
     def tend(self) -> None:
@@ -268,38 +281,44 @@ class Scheduler:
         skipped: list[Row] = []
         idle = 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
         self._stuck_at = None
-        while budget and self.waiting and len(self.running) + len(self.loading) < self.max_rows and idle < self.max_rows:
+        while budget and self.waiting and self._has_place(self.waiting[0]) and idle < self.max_rows:
             row = self.waiting.popleft()
-            makers = self.makers.gather(row, self.below, self._now, alone=not self.running)
-            if makers is not None or self._holding.is_held(row, (*self.running, *self.loading)):
+            makers = self.makers.gather(row, self.below, self._now, alone=self._is_idle)
+            if makers and all(maker.brings for maker in makers):
+                self.waiting.extendleft((row, *reversed(makers)))  # it comes again when they are on their way
+                continue
+            is_early = makers is not None and self._is_idle and self.makers.are_coming(row)
+            if (makers is not None and not is_early) or self._holding.is_held(row, (*self.running, *self.loading)):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
                 idle += not makers
                 continue
-            if row.repair_cost > budget and any(turn.new > 1 for turn in turns.values()):
+            if row.repair_cost > budget and any(new > 1 for _, _, new, _ in turns.values()):
                 self.waiting.appendleft(row)  # a repair is not done in parts: it has a step to itself, but for rows that decode
                 break
             if not self._place(row, copies) and not (self._is_given_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
-                self._stuck_at = None if skipped else self._to_be_had  # those before it may need less room
+                self._stuck_at = None if skipped else self._holding.to_be_had  # those before it may need less room
                 break
             if row in self.running:
                 if row.repair and row.imports:
                     budget = max(1, budget - row.repair_cost)
-                turns[row] = Turn(row, row.computed, min(row.behind, budget), len(row.tokens))
-                budget -= turns[row].new
+                new = min(row.behind, budget)
+                turns[row] = row, row.computed, new, len(row.tokens)
+                budget -= new
         self.waiting.extendleft(reversed(skipped))
+
+    @property
+    def _is_idle(self) -> bool:
+        """Is there nobody who would have to wait for what is on its way to another?"""
+        return all(row.loads for row in self.running)
+
+    def _has_place(self, row: Row) -> bool:
+        return row.brings or len(self.running) + sum(not other.brings for other in self.loading) < self.max_rows
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
-        now, missing = self.clock(), list[Row]()
-        for want in asked:
-            found = find(self.tree, want, now)
-            if found is not None:
-                self.tree.unpin(found.pinned)
-            elif self.makers.of(want.name) is None:
-                self._arrivals += 1
-                missing.append(self.makers.begin(tenant, want, self._arrivals, self.below, now))
+        missing = self.makers.begin_missing(tenant, asked, self.below, self.clock())
         self.waiting.extend(missing)
         return len(missing)
 
@@ -311,49 +330,32 @@ class Scheduler:
     def _is_given_way(self, row: Row, skipped: Sequence[Row]) -> bool:
         return not self.running and self._holding.give_way(row, [other for other in (*skipped, *self.waiting) if other is not row])
 
-    def _bring(self, row: Row) -> bool:
-        """Begins to bring up what a row shall leave to the tree; says whether there was room."""
-        if self._holding.seat(row, len(row.tokens), self._now, spare=len(self.running)) is None:
-            return False
-        if self.below is not None:
-            row.computed += self.below.load(row, len(row.tokens), more_than=0)
-        row.cached, row.loads_since = row.computed, self._now
-        self.loading.append(row)
-        return True
-
     def _place(self, row: Row, copies: list[Copy]) -> bool:
         """Gives a row its place and its room; says whether there was any. It runs now, or when its context has come."""
         if row.brings:
-            return self._bring(row)
+            begins = self._holding.bring(row, self._now, spare=len(self.running))
+            self.loading += [row] if begins else []
+            return begins
         limit = len(row.tokens) - 1 if self.reuse and row.scored is None else 0
         match = self._holding.seat(row, limit, self._now, spare=len(self.running))  # a page for each, or it would soon be preempted again
         if match is None:
             return False
+        row.is_new = row.cached is None
+        self.makers.lend(row)
         limit = 0 if match.length - row.at < row.repaired_end else limit
-        tokens, source = max((match.tokens, match.page or 0), self._holding.ahead(row, limit, self.running))
-        if (
-            self.below is not None
-            and limit
-            and not row.repair
-            and not row.is_shunned
-            and (kept := self.below.load(row, limit, more_than=tokens))
-        ):
-            row.computed += kept
-        elif tokens:
-            copies.append(Copy(source, row.pages[row.settled // self.pages.page_size], tokens))
-            row.computed += tokens
+        copies += self._holding.fill(row, match, limit, self.running)
         if row.repair:
-            self._place_repaired(row)
+            self._holding.seat_repaired(row, self._now)
         if row.cached is None:
-            row.cached = row.computed + (row.found or 0)
+            row.cached = row.computed + row.had
             row.miss = row.miss or self._misses.why(row, match, limit)
             row.waited = self._now - row.arrived
             self._misses.remember(row)
         if self.below is not None and row.makes is None:
-            self.below.store.leave(row.arrival)
-        if row.load is not None and any(other.load is None for other in self.running):
+            self.below.leave(row)
+        row.loads_since = self._now
+        if row.loads and not self._is_idle:
             self.loading.append(row)
-            row.loads_since = self._now
         else:
             self._run(row)
         return True
@@ -363,17 +365,6 @@ class Scheduler:
         self.running.sort(key=lambda row: row.arrival)
         self._turns.change()
 
-    def _place_repaired(self, row: Row) -> None:
-        """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
-        known = row.computed >= row.repaired_end
-        if row.cached is None:
-            row.cached = row.computed if known else max(0, (row.found or 0) - row.repaired)
-            row.waited = self._now - row.arrived
-        if known:
-            self._holding.let_go(row)
-        else:
-            row.computed = row.repaired_end
-
     def _make_room(self, row: Row, tokens: int) -> bool:
         """Gives a row pages for so many tokens; says whether no other row had to stop for it. The row itself may be the one that stops."""
         alone = True
@@ -381,11 +372,13 @@ class Scheduler:
             alone = False
             victim = max((*self.running, *self.loading), key=lambda other: other.arrival)
             self._preempt(victim)
-            if victim is row:
+            if row.stem is None:
                 return False
         return alone
 
     def _preempt(self, row: Row) -> None:
+        if row.stem is None:
+            return  # whoever it borrowed from went before it
         (self.running if row in self.running else self.loading).remove(row)
         self._release(row)
         self.waiting.appendleft(row)
@@ -393,5 +386,7 @@ class Scheduler:
 
     def _release(self, row: Row) -> None:
         self._holding.release(row, self._now)
-        self._turns.look()
+        for other in self.makers.take_back(row, self._now):
+            self._preempt(other)
+        (self._turns.change if row.brings else self._turns.look)()
         self._stuck_at = None

@@ -49,7 +49,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
     if not host_pages and not disk_bytes and config.remote is None:
         return None
     below, capacities = list[Tier](), {"host": max(host_pages, 2 * BUFFER) * page_bytes}
-    passing = 2 * BUFFER if disk_bytes or config.remote is not None else 0  # pages beside these, of what host memory does not keep
+    passing = 2 * BUFFER  # pages beside these: of what host memory does not keep, or of which it is not known yet
     disk = None
     if disk_bytes:
         disk = DiskTier(_directory(config), shape)

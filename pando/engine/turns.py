@@ -1,21 +1,13 @@
 """From the turns of rows to the schedule of a step. Where all of them go on by a token, it is the last one moved on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .row import Copy, Row, Schedule
 
-
-class Turn(NamedTuple):
-    """A row in a step: how many of its tokens it has computed, how many it computes, and how many there are."""
-
-    row: Row
-    start: int
-    new: int
-    length: int
+Turn = tuple[Row, int, int, int]  # a row in a step: how many of its tokens it has computed, how many it computes, how many there are
 
 
 class Turns:
@@ -23,6 +15,7 @@ class Turns:
         self._page_size = page_size
         self._last = Schedule([], np.zeros(0, dtype=np.int64), [], [])
         self._room: NDArray[np.int64] | None = None  # steps that each of its rows can go on in its pages; None: they must be looked at
+        self._steady = False  # its rows get their next tokens and compute nothing else: it may be moved on
         self._changed = True
 
     def change(self) -> None:
@@ -31,18 +24,19 @@ class Turns:
 
     def look(self) -> None:
         """A row of the last schedule may not go on."""
-        self._room = None
+        self._steady = False
 
     def make(self, turns: Sequence[Turn], copies: Sequence[Copy]) -> Schedule:
-        last, rows, counts = self._last, [turn.row for turn in turns], [turn.new for turn in turns]
+        last, rows, counts = self._last, [row for row, _, _, _ in turns], [new for _, _, new, _ in turns]
         ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]
-        loads = [row.load for row in rows if row.load is not None]
+        loads = list(dict.fromkeys(load for row in rows if row.load is not None or row.imports for load in row.loads))
         repairs = [row for row in rows if row.repair and row.imports]
-        scored, makes = any(turn.row.is_scored_from(turn.start) for turn in turns), any(row.makes is not None for row in rows)
+        scored = any(row.is_scored_from(start) for row, start, _, _ in turns if row.scored is not None)
+        makes = any(row.makes is not None for row in rows)
         several = max(counts, default=1) > 1
         self._last = Schedule(
             rows,
-            np.array([turn.start for turn in turns], dtype=np.int64),
+            np.array([start for _, start, _, _ in turns], dtype=np.int64),
             counts,
             ready,
             copies,
@@ -53,16 +47,17 @@ class Turns:
             plain=not (loads or repairs or scored or makes),
         )
         self._changed, self._room = False, None
-        if rows and self._last.plain and not several and len(ready) == len(rows):
-            self._room = np.array([self._goes_on(row, start + 1) for row, start, _, _ in turns])
+        self._steady = bool(rows) and self._last.plain and not several and len(ready) == len(rows)
         return self._last
 
     def again(self, make_room: Callable[[Row, int], bool]) -> Schedule | None:
         """The last schedule moved on, if nobody went and nothing changed. Rows are looked at only where a page is full: `make_room` gives
         such a row room for so many tokens, if it can."""
-        if self._changed or self._room is None:
+        if self._changed or not self._steady:
             return None
         last = self._last
+        if self._room is None:
+            self._room = np.array([self._goes_on(row, start + 1) for row, start in zip(last.rows, last.starts.tolist(), strict=True)])
         for place in np.flatnonzero(self._room == 0).tolist():
             row, stop = last.rows[place], int(last.starts[place]) + 1
             if stop + 1 >= row.last or not make_room(row, stop + 1):

@@ -76,5 +76,7 @@ class Pages:
 
 
 def _runs(flags: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    framed = np.zeros(len(flags) + 2, dtype=bool)
+    framed[1:-1] = flags
+    edges = (framed[1:] != framed[:-1]).nonzero()[0]
     return edges[0::2], edges[1::2]

@@ -16,6 +16,12 @@ class Arrival(Protocol):
         ...
 
 
+class Departure(Protocol):
+    def computed(self, layers: int) -> None:
+        """So many layers hold what they will hold, or will when the device has done what it was asked."""
+        ...
+
+
 class PagePool:
     """Slot `page * page_size + offset` holds one token. A run of neighbouring pages is a plain slice of slots."""
 
@@ -27,8 +33,12 @@ class PagePool:
         self.k = _zeros(shape, dtype, device)  # [L, S, K, D]
         self.v = _zeros(shape, dtype, device)
         self.arrivals: Sequence[Arrival] = ()  # what the step that runs reads, and is still on its way
+        self.departure: Departure | None = None  # what it fills, and is on its way out
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """To be asked for when those before it are computed."""
+        if self.departure is not None:
+            self.departure.computed(index)
         for arrival in self.arrivals:
             arrival.wait(index)
         return self.k[index], self.v[index]

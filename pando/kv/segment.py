@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress, count
+from operator import ne
 
 Key = bytes  # 32 bytes
 
@@ -48,10 +50,7 @@ def extend_keys(keys: list[Key], lineage: Lineage, tokens: Sequence[int], page_s
 
 def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
     """The length of the common beginning."""
-    for place, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return place
-    return min(len(a), len(b))
+    return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))
 
 
 @dataclass(frozen=True, eq=False)

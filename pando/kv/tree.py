@@ -14,9 +14,11 @@ of the same owner, or of the root's, which is everyone's.
 """
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from .segment import Key, Lineage, Segment, page_key, shared_length
 from .stem import Stem
@@ -40,8 +42,7 @@ class Match:
         return self.stem.end + self.tokens
 
 
-@dataclass(frozen=True)
-class Inserted:
+class Inserted(NamedTuple):
     stem: Stem
     pages: list[int]  # where the run lies now: the tree's own pages where it had them already
     spare: list[int]  # the caller's pages that this made superfluous
@@ -56,7 +57,7 @@ class PrefixTree:
         """Nothing is known, and nothing is freed: the pages go another way."""
         self._roots: dict[Key, Stem] = {}
         self._whole: dict[Key, Stem] = {}  # where each whole page is
-        self._evicted: dict[Key, None] = {}  # in the order of their going
+        self._evicted: OrderedDict[Key, None] = OrderedDict()  # in the order of their going
         self.pages = 0  # held by the tree
         self._held = 0  # those of them on the way to a pinned stem
         self._leaves: list[tuple[float, int, Stem]] = []  # a heap: every loose leaf, by a time of use that is not later than its last
@@ -306,7 +307,7 @@ class PrefixTree:
         self._forget_pages(old.keys[keep:])
         self._evicted.update(dict.fromkeys(old.keys[keep:]))
         while len(self._evicted) > REMEMBERED:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)
         if keep:
             leaf.change(Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first))
         else:

@@ -36,3 +36,7 @@ class Counts:
     unsaved: Counter[str] = field(default_factory=Counter)  # pages that were not kept, by reason
     recomputed: int = 0  # tokens that were there, but sooner computed than loaded
     prefetched: int = 0  # pages
+
+    def facts(self, room: Mapping[str, Room]) -> StoreFacts:
+        loaded, saved, lost, unsaved = (dict(+tally) for tally in (self.loaded, self.saved, self.lost, self.unsaved))
+        return StoreFacts(room, loaded, saved, lost, unsaved, self.recomputed, self.prefetched)

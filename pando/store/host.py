@@ -95,6 +95,8 @@ class HostTier:
 
     def drop(self, keys: Sequence[Key]) -> None:
         """They are not found any more from now on; the slot of one that is read is free when its last reader is closed."""
+        if not keys:
+            return
         with self._lock:
             for key in keys:
                 if (kept := self._kept.pop(key, None)) is None:

@@ -1,16 +1,15 @@
 """What the scheduler says to the tiers below the pool, and hears from them: values, and the two things it knows of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..kv.segment import Key, page_key
 from ..kv.stem import Stem
 from .tier import Card, Lost
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A kept page, the tier that it is read from, and the page of the pool that it goes to."""
 
     card: Card
@@ -32,8 +31,11 @@ class Offer:
 
     stem: Stem  # pinned until they are copied
     chain: tuple[Key, ...]
-    cards: tuple[Card, ...]
-    pages: tuple[int, ...]
+    pages: tuple[tuple[Card, int], ...]
+
+    @property
+    def cards(self) -> list[Card]:
+        return [card for card, _ in self.pages]
 
 
 def end_parent(before: Key, owner: Key) -> Key:
@@ -79,6 +81,19 @@ class Loading(Protocol):
         ...
 
 
+class Departing(Protocol):
+    """Pages that leave the pool while the step that fills them computes."""
+
+    @property
+    def pages(self) -> Mapping[Key, int]:
+        """Where they are in the pool."""
+        ...
+
+    def computed(self, layers: int) -> None:
+        """So many layers of all of them are computed, or asked of the device."""
+        ...
+
+
 class Keeper(Protocol):
     """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`."""
 
@@ -92,6 +107,10 @@ class Keeper(Protocol):
     def go(self) -> None: ...
     def tag(self, tenant: Key) -> bytes: ...
     def wanted(self, key: Key) -> bool: ...
+    @property
+    def spare(self) -> int: ...
+    def depart(self, pages: Iterable[tuple[Card, int]]) -> Departing: ...
+    def dismiss(self, departure: Departing) -> None: ...
     def offer(self, offer: Offer) -> None: ...
     def pump(self) -> list[Stem]: ...
     def settle(self) -> list[Stem]: ...

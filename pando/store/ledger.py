@@ -6,9 +6,9 @@ only dropped from host memory.
 """
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..kv.segment import Key
@@ -22,8 +22,7 @@ class Page(NamedTuple):
     size: int  # bytes
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A page leaves a tier. `target` is where its bytes must be written; None: nowhere, it is further down already, or is let go."""
 
     key: Key
@@ -31,8 +30,7 @@ class Move:
     target: str | None
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What comes of keeping a chain in a tier: first the moves, in order, then the pages that enter. Those behind the last are refused."""
 
     entered: tuple[Key, ...]
@@ -54,21 +52,29 @@ class Ledger:
         self.used = Counter(dict.fromkeys(capacities, 0))  # bytes
         self._tiers = tuple(capacities)
         self._pages: OrderedDict[Key, Held] = OrderedDict()  # by last use
-        self._pins: Counter[Key] = Counter()
+        self._pins: dict[Key, int] = {}
         self._wants: dict[int, tuple[int, bool]] = {}  # of waiting jobs, by their place
-        self._heaps: dict[str, list[tuple[Order, Key]]] = {tier: [] for tier in capacities}  # never later than the page's order
+        self._complete = -math.inf  # no job up to this place lacks anything, and those behind it are not looked at
+        self._heaps: dict[str, list[tuple[Order, Key]]] = {}  # never later than the page's order; made when something must leave a tier
+        self._counts = dict.fromkeys(capacities, 0)  # pages
+        self._spared: set[Key] = set()  # pinned pages whose turn to leave has come
 
     # ---- questions
 
     def find(self, keys: Iterable[Key]) -> list[str]:
         """The uppermost tier of each page, from the first on, up to the first that is nowhere."""
-        found = []
+        found, pages, uppermost = list[str](), self._pages, self._tiers[0]
         for key in keys:
-            page = self._pages.get(key)
+            page = pages.get(key)
             if page is None:
                 break
-            found.append(next(tier for tier in self._tiers if tier in page.tiers))
+            found.append(uppermost if uppermost in page.tiers else next(tier for tier in self._tiers if tier in page.tiers))
         return found
+
+    def has(self, key: Key, tier: str | None = None) -> bool:
+        """Is a page in a tier, or in any?"""
+        page = self._pages.get(key)
+        return page is not None and (tier is None or tier in page.tiers)
 
     def held(self, tier: str) -> Iterator[Held]:
         return (page for page in self._pages.values() if tier in page.tiers)
@@ -76,17 +82,20 @@ class Ledger:
     def prefetch(self) -> Iterator[list[Page]]:
         """Chains that waiting jobs need and that the uppermost tier lacks a page of, in the order of the jobs, as far as all that is needed
         up to there fits in together: the exact form of `C_host / S_kv` jobs. The queue may not change while it is read."""
-        if not self.policy.looks_ahead:
+        if not self.policy.looks_ahead or self._complete > -math.inf:
             return
-        room = self.capacities[self._tiers[0]]
+        room, wants, complete = self.capacities[self._tiers[0]], self._wants, True
         for place in self.queue.order:
-            size, lacks = self._wants.get(place) or self._want(place)
+            size, lacks = wants.get(place) or self._want(place)
             room -= size
             if room < 0:
+                self._complete = place if complete else -math.inf
                 return
             if lacks:
+                complete = False
                 keys = self.queue.jobs[place]
                 yield [Page(key, self._pages[key].size) for key in keys[: len(self.find(keys))]]
+        self._complete = math.inf if complete else -math.inf
 
     def _want(self, place: int) -> tuple[int, bool]:
         """How many bytes a job adds to what those before it need, and whether the uppermost tier lacks any. Remembered until it changes."""
@@ -95,7 +104,7 @@ class Ledger:
             page = self._pages.get(key)
             if page is None:
                 break
-            size += page.size if self.queue.need(key) == place else 0
+            size += page.size if self.queue.needs[key][0] == place else 0
             lacks = lacks or self._tiers[0] not in page.tiers
         self._wants[place] = size, lacks
         return size, lacks
@@ -103,62 +112,78 @@ class Ledger:
     def _forget_wants(self, places: Iterable[int]) -> None:
         for place in places:
             self._wants.pop(place, None)
+            if place <= self._complete:
+                self._complete = -math.inf
 
     # ---- the queue and the pins
 
     def join(self, place: int, keys: Sequence[Key]) -> None:
         """A job waits; those with a smaller place are before it."""
         self.queue.join(place, keys)
-        for key in keys:
-            self._forget_wants(self.queue.places(key)[1:2])
+        self._forget_wants([place])
+        if place != self.queue.order[-1]:
+            for key in keys:
+                self._forget_wants(self.queue.needs[key][1:2])  # it is needed sooner, and by another
 
     def leave(self, place: int) -> None:
         """It waits no longer: it runs, or was given up."""
         later = self.queue.leave(place)
-        self._wants.pop(place, None)
+        self._forget_wants([place])
         for key in later:
-            self._forget_wants(self.queue.places(key)[:1])
+            if key in self.queue.needs:
+                self._forget_wants(self.queue.needs[key][:1])
         self._reorder(later)
 
     def pin(self, keys: Iterable[Key]) -> None:
         """They stay in their tiers until they are unpinned as often. What is not there yet may be pinned too."""
-        self._pins.update(keys)
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[Key]) -> None:
         free = []
         for key in keys:
-            self._pins[key] -= 1
-            if not self._pins[key]:
+            if self._pins[key] > 1:
+                self._pins[key] -= 1
+            else:
                 del self._pins[key]
-                free.append(key)
+                if key in self._spared:
+                    self._spared.remove(key)
+                    free.append(key)
         self._reorder(free)
 
     # ---- pages come, stay and go
 
     def use(self, keys: Sequence[Key], now: float) -> None:
         """A chain was used, from its first page on."""
+        pages = self._pages
         for depth, key in enumerate(keys):
-            page = self._pages.get(key)
-            if page is not None:
-                self._touch(page, depth, now)
+            page = pages.get(key)
+            if page is None:
+                continue
+            if page.used < now:
+                page.used = now
+            if self.ttl is not None:  # what was used longest ago is looked for by nothing else
+                pages.move_to_end(key)
+            if page.depth != depth:
+                page.depth = depth
+                self._reorder([key])
 
-    def keep(self, tier: str, chain: Sequence[Page], now: float, only: Container[Key] | None = None) -> Kept:
-        """A chain shall be in a tier; it counts as used. It is given from its first page on, with those that are there already. `only`: of
-        those that are not, these alone enter."""
+    def keep(self, tier: str, chain: Sequence[tuple[Key, int]], now: float, only: Container[Key] | None = None) -> Kept:
+        """A chain of pages, each with its size, shall be in a tier; it counts as used. It is given from its first page on, with those that
+        are there already. `only`: of those that are not, these alone enter."""
         moves = self.expire(now)
         entered: list[Key] = []
-        before: set[Key] = set()  # of the chain, and there: what comes behind them does not displace them
-        self.use([page.key for page in chain], now)
+        self.use([key for key, _ in chain], now)
         for depth, (key, size) in enumerate(chain):
+            if only is not None and key not in only:
+                continue
             known = self._pages.get(key)
-            if known is not None and tier in known.tiers:
-                before.add(key)
-            elif only is None or key in only:
-                refused = self._enter(tier, known or Held(key, size, depth, now, self._begun(chain, depth, now)), moves, before)
+            if known is None or tier not in known.tiers:
+                page = known or Held(key, size, depth, now, self._begun(chain, depth, now))
+                refused = self._enter(tier, page, moves, chain)
                 if refused:
                     return Kept(tuple(entered), tuple(moves), refused)
                 entered.append(key)
-                before.add(key)
         return Kept(tuple(entered), tuple(moves))
 
     def restore(self, tier: str, page: Page, depth: int, used: float) -> list[Move]:
@@ -183,25 +208,29 @@ class Ledger:
             if page.used + self.ttl > now:
                 break
             if page.key in self._pins:
-                self._touch(page, page.depth, now)
+                page.used = max(page.used, now)
+                self._pages.move_to_end(page.key)
                 continue
             for tier in [tier for tier in self._tiers if tier in page.tiers]:
                 self._take_out(tier, page)
                 moves.append(Move(page.key, tier, None))
         return moves
 
-    def _enter(self, tier: str, page: Held, moves: list[Move], before: Container[Key] = ()) -> Refusal | None:
-        """Puts a page into a tier. What goes first for it may be itself, or one that came just before it: then it does not enter."""
+    def _enter(self, tier: str, page: Held, moves: list[Move], chain: Sequence[tuple[Key, int]] = ()) -> Refusal | None:
+        """Puts a page into a tier. What goes first for it may be itself, or one that stands before it in the chain that it enters with:
+        then it does not enter."""
         if page.size > self.capacities[tier]:
             return "too_large"
         self._pages[page.key] = page
         page.tiers.add(tier)
         self.used[tier] += page.size
-        self._forget_wants(self.queue.places(page.key))
+        self._counts[tier] += 1
+        if page.key in self.queue.needs:
+            self._forget_wants(self.queue.needs[page.key])
         self._push(tier, page)
         while self.used[tier] > self.capacities[tier]:
             victim = self._victim(tier)
-            if victim is None or victim is page or victim.key in before:
+            if victim is None or victim is page or _is_before(victim, page, chain):
                 self._take_out(tier, page)
                 self._reorder([victim.key] if victim else [])
                 return "no_room"
@@ -209,9 +238,9 @@ class Ledger:
         return None
 
     def _move_out(self, tier: str, page: Held, moves: list[Move]) -> None:
-        below = self._tiers[self._tiers.index(tier) + 1 :]
+        below = self._tiers[self._tiers.index(tier) + 1 :] if self.moves_down else ()
         target = None
-        if self.moves_down and below and page.tiers.isdisjoint(below) and self._enter(below[0], page, moves) is None:
+        if below and page.tiers.isdisjoint(below) and self._enter(below[0], page, moves) is None:
             target = below[0]
         self._take_out(tier, page)
         moves.append(Move(page.key, tier, target))
@@ -219,26 +248,21 @@ class Ledger:
     def _take_out(self, tier: str, page: Held) -> None:
         page.tiers.discard(tier)
         self.used[tier] -= page.size
-        self._forget_wants(self.queue.places(page.key))
+        self._counts[tier] -= 1
+        if page.key in self.queue.needs:
+            self._forget_wants(self.queue.needs[page.key])
         if not page.tiers:
             self._pages.pop(page.key, None)
 
     # ---- their order
 
-    def _touch(self, page: Held, depth: int, now: float) -> None:
-        page.used = max(page.used, now)
-        self._pages.move_to_end(page.key)
-        if page.depth != depth:
-            page.depth = depth
-            self._reorder([page.key])
-
-    def _begun(self, chain: Sequence[Page], depth: int, now: float) -> float:
+    def _begun(self, chain: Sequence[tuple[Key, int]], depth: int, now: float) -> float:
         """A page that continues a chain belongs to it; one that branches off begins another, which those before it belong to now."""
-        before = self._pages.get(chain[depth - 1].key) if depth else None
+        before, key = self._pages.get(chain[depth - 1][0]) if depth else None, chain[depth][0]
         if before is None:
             return now
-        if before.next in (None, chain[depth].key):
-            before.next = chain[depth].key
+        if before.next in (None, key):
+            before.next = key
             return before.begun
         for key, _ in chain[:depth]:
             if key in self._pages:
@@ -246,7 +270,8 @@ class Ledger:
         return now
 
     def _order(self, page: Held) -> Order:
-        return self.policy.order(page, self.queue.need(page.key))
+        needs = self.queue.needs.get(page.key)
+        return self.policy.order(page, needs[0] if needs else math.inf)
 
     def _reorder(self, keys: Iterable[Key]) -> None:
         """To be said of pages that may go sooner than before. Of those that go later it is noticed when their turn comes."""
@@ -256,23 +281,41 @@ class Ledger:
                 self._push(tier, self._pages[key])
 
     def _push(self, tier: str, page: Held) -> None:
-        heap = self._heaps[tier]
+        heap = self._heaps.get(tier)
+        if heap is None:
+            return
         heapq.heappush(heap, (self._order(page), page.key))
-        if len(heap) > 2 * len(self._pages) + 64:  # most of it is out of date
-            heap[:] = [(self._order(page), page.key) for page in self.held(tier)]
+        if len(heap) > 2 * self._counts[tier] + 64:  # most of it is out of date
+            named = (self._pages.get(key) for key in {key for _, key in heap})
+            heap[:] = [(self._order(page), page.key) for page in named if page is not None and tier in page.tiers]
             heapq.heapify(heap)
+
+    def _heap(self, tier: str) -> list[tuple[Order, Key]]:
+        if tier not in self._heaps:
+            self._heaps[tier] = [(self._order(page), page.key) for page in self.held(tier)]
+            heapq.heapify(self._heaps[tier])
+        return self._heaps[tier]
 
     def _victim(self, tier: str) -> Held | None:
         """What `policy.victim` answers, taken from the heap. Pinned pages come back to it when they are unpinned."""
-        heap = self._heaps[tier]
+        heap = self._heap(tier)
         while heap:
-            order, key = heapq.heappop(heap)
+            order, key = heap[0]
             page = self._pages.get(key)
-            if page is None or tier not in page.tiers or key in self._pins:
-                continue
-            current = self._order(page)
-            if order == current:
-                return page
-            if order < current:
-                heapq.heappush(heap, (current, key))
+            if page is not None and tier in page.tiers and key not in self._pins:
+                current = self._order(page)
+                if order < current:
+                    heapq.heapreplace(heap, (current, key))
+                    continue
+                if order == current:
+                    heapq.heappop(heap)
+                    return page
+            elif key in self._pins:
+                self._spared.add(key)
+            heapq.heappop(heap)
         return None
+
+
+def _is_before(page: Held, other: Held, chain: Sequence[tuple[Key, int]]) -> bool:
+    """In a chain that was just used: the depths of its pages are their places."""
+    return page.depth < min(other.depth, len(chain)) and chain[page.depth][0] == page.key

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.copies import copy_in
+from ..kernels.copies import copy_many
 from ..kv.pool import PagePool
 from .codec import Codec
 from .tier import Shape
@@ -22,6 +22,15 @@ class Copy(NamedTuple):
     stays: bool  # in pinned memory, if there is a GPU
 
 
+class Take(NamedTuple):
+    """Out of a page of the pool: some layers of its first tokens."""
+
+    page: int
+    tokens: int
+    layers: range
+    into: Tensor  # [L, layer_bytes], each layer in its place; in pinned memory, if there is a GPU
+
+
 class Mover(Protocol):
     """The pool's pages as bytes."""
 
@@ -29,8 +38,8 @@ class Mover(Protocol):
         """What was computed so far; `take` waits for it."""
         ...
 
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        """The first tokens of a page, in every layer, into [L, layer_bytes]."""
+    def take(self, takes: "Sequence[Take]", computed: "torch.cuda.Event | None") -> "torch.cuda.Event | None":
+        """Answers with what event they are there; where it raises, nothing is on its way."""
         ...
 
     def follow(self, computed: "torch.cuda.Event | None") -> None:
@@ -66,16 +75,17 @@ class CpuMover:
 
     def follow(self, computed: "torch.cuda.Event | None") -> None: ...
 
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
-        if self._shape.codec == "none":
-            kept = into.numpy()
-            kept[:, :size] = self._k[:, start : start + size]
-            kept[:, size : 2 * size] = self._v[:, start : start + size]
-        else:
-            slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
-            into[:, : data.shape[1]] = data
+    def take(self, takes: "Sequence[Take]", computed: "torch.cuda.Event | None") -> None:
+        for page, tokens, layers, into in takes:
+            some, start, size = slice(layers.start, layers.stop), page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
+            if self._shape.codec == "none":
+                kept = into.numpy()
+                kept[some, :size] = self._k[some, start : start + size]
+                kept[some, size : 2 * size] = self._v[some, start : start + size]
+            else:
+                slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+                data = self._codec.encode(self._pool.k[some, slots], self._pool.v[some, slots])
+                into[some, : data.shape[1]] = data
 
     def put(self, layer: int, copies: "Sequence[Copy]") -> None:
         for page, tokens, data, _ in copies:
@@ -96,7 +106,7 @@ class CudaMover:
     def __init__(self, pool: PagePool, shape: Shape, codec: Codec) -> None:
         self._pool, self._shape, self._codec = pool, shape, codec
         self._loads, self._saves = torch.cuda.Stream(pool.k.device), torch.cuda.Stream(pool.k.device)
-        self._copy_in = copy_in()
+        self._copy_many = copy_many()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -115,23 +125,48 @@ class CudaMover:
     def drain(self) -> None:
         self._loads.synchronize()
 
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
+    def take(self, takes: "Sequence[Take]", computed: "torch.cuda.Event | None") -> torch.cuda.Event:
+        event = torch.cuda.Event()
         with torch.cuda.stream(self._saves):
             if computed is not None:
                 self._saves.wait_event(computed)
-            data = self._codec.encode(self._pool.k[:, slots], self._pool.v[:, slots])
-            if data.shape != into.shape:  # only what is whole goes over in one piece
-                data = torch.nn.functional.pad(data, (0, into.shape[1] - data.shape[1]))
-            into.copy_(data, non_blocking=True)
-        self._saves.synchronize()
+            try:
+                (self._take_encoded if self._copy_many is None or self._shape.codec != "none" else self._take_many)(takes)
+            except BaseException:
+                self._saves.synchronize()  # who hears of it may give their memory away
+                raise
+            event.record(self._saves)
+        return event
+
+    def _take_many(self, takes: "Sequence[Take]") -> None:
+        assert self._copy_many is not None
+        facts = [
+            (take.page, take.tokens, layer, take.into.data_ptr() + layer * take.into.stride(0)) for take in takes for layer in take.layers
+        ]
+        page, tokens, layer, target = np.array(facts, dtype=np.uint64).T
+        slot = np.uint64(self._pool.k[0, 0].nbytes)
+        size, start = tokens * slot, layer * np.uint64(self._pool.k[0].nbytes) + page * np.uint64(self._pool.page_size) * slot
+        k, v = (np.uint64(each.data_ptr()) for each in (self._pool.k, self._pool.v))
+        self._copy_many(np.concatenate((target, target + size)), np.concatenate((k + start, v + start)), np.tile(size, 2), self._saves)
+
+    def _take_encoded(self, takes: "Sequence[Take]") -> None:
+        """A layer of all pages at a time: a page at a time would be many more kernels, all layers of all pages much more memory."""
+        places: dict[tuple[int, int], list[Take]] = {}
+        for take in takes:
+            for layer in take.layers:
+                places.setdefault((layer, take.tokens), []).append(take)
+        for (layer, tokens), some in places.items():
+            starts = [take.page * self._pool.page_size for take in some]
+            k, v = (torch.stack([pool[layer, start : start + tokens] for start in starts]) for pool in (self._pool.k, self._pool.v))
+            for take, data in zip(some, self._codec.encode(k, v), strict=True):
+                take.into[layer, : len(data)].copy_(data, non_blocking=True)
 
     def put(self, layer: int, copies: "Sequence[Copy]") -> None:
         """What lies in pinned memory comes by one call: one for each would hold up the thread that computes."""
         direct = [copy for copy in copies if self._comes_directly(copy)]
         with torch.cuda.stream(self._loads):
             if direct:
-                (self._fetch if self._copy_in is None else self._copy)(layer, direct)
+                (self._fetch if self._copy_many is None else self._copy)(layer, direct)
             for page, tokens, data, _ in (copy for copy in copies if not self._comes_directly(copy)) if len(direct) < len(copies) else ():
                 slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
                 k, v = self._pool.k[layer, slots], self._pool.v[layer, slots]
@@ -144,17 +179,17 @@ class CudaMover:
                     v.copy_(new[1][0])
 
     def _comes_directly(self, copy: Copy) -> bool:
-        whole = self._copy_in is not None or copy.tokens == self._pool.page_size
+        whole = self._copy_many is not None or copy.tokens == self._pool.page_size
         return copy.stays and whole and self._shape.codec == "none"
 
     def _copy(self, layer: int, copies: "Sequence[Copy]") -> None:
-        assert self._copy_in is not None
+        assert self._copy_many is not None
         facts = [(copy.page, copy.tokens, copy.data.data_ptr()) for copy in copies]
         page, tokens, source = np.array(facts, dtype=np.uint64).T
         size = tokens * np.uint64(self._pool.k[0, 0].nbytes)
         start = page * np.uint64(self._pool.page_size * self._pool.k[0, 0].nbytes)
         k, v = (np.uint64(each[layer].data_ptr()) for each in (self._pool.k, self._pool.v))
-        self._copy_in(np.concatenate((k + start, v + start)), np.concatenate((source, source + size)), np.tile(size, 2), self._loads)
+        self._copy_many(np.concatenate((k + start, v + start)), np.concatenate((source, source + size)), np.tile(size, 2), self._loads)
 
     def _fetch(self, layer: int, copies: "Sequence[Copy]") -> None:
         from ..kernels.gpu import fetch

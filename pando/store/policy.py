@@ -39,7 +39,7 @@ class Queue:
     def __init__(self, jobs: Iterable[Sequence[Key]] = ()) -> None:
         self.jobs: dict[int, tuple[Key, ...]] = {}  # by their place
         self.order: list[int] = []  # of the places
-        self._needs: dict[Key, list[int]] = {}  # the places of the jobs that need it, the first one first
+        self.needs: dict[Key, list[int]] = {}  # the places of the jobs that need it, the first one first
         for place, keys in enumerate(jobs):
             self.join(place, keys)
 
@@ -48,30 +48,30 @@ class Queue:
         self.jobs[place] = tuple(dict.fromkeys(keys))
         insort(self.order, place)
         for key in self.jobs[place]:
-            insort(self._needs.setdefault(key, []), place)
+            needs = self.needs.get(key)
+            if needs is None:
+                self.needs[key] = [place]
+            else:
+                insort(needs, place)
 
     def leave(self, place: int) -> list[Key]:
         """Answers which pages are needed later than before, or no longer."""
         del self.order[bisect_left(self.order, place)]
         later = []
         for key in self.jobs.pop(place):
-            needs = self._needs[key]
-            index = bisect_left(needs, place)
-            del needs[index]
-            if not needs:
-                del self._needs[key]
-            if not index:
+            needs = self.needs[key]
+            if needs[0] == place:
                 later.append(key)
+            if len(needs) == 1:
+                del self.needs[key]
+            else:
+                del needs[bisect_left(needs, place)]
         return later
 
     def need(self, key: Key) -> float:
         """The place of the first job that needs it, or infinity."""
-        needs = self._needs.get(key)
+        needs = self.needs.get(key)
         return needs[0] if needs else math.inf
-
-    def places(self, key: Key) -> Sequence[int]:
-        """Of all jobs that need it, in order."""
-        return self._needs.get(key, ())
 
     def __contains__(self, place: int) -> bool:
         return place in self.jobs

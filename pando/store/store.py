@@ -7,26 +7,25 @@ Saving never slows an answer. A page that is to be saved stays in the pool until
 go unsaved, and counted.
 """
 
-import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from queue import SimpleQueue
 
 from ..kv.segment import Key
 from ..kv.stem import Stem
 from .catalogue import Catalogue
+from .departures import Departure, Departures
 from .facts import Counts, Room, StoreFacts
-from .keeper import Found, Offer, Part
+from .keeper import Departing, Found, Offer, Part
 from .ledger import Ledger, Move, Page
 from .speeds import Speeds
 from .tier import Card, Lost, Tier, tenant_tag
 from .transfer import Load, Transfer
 from .worker import Worker, tried
-
-log = logging.getLogger(__name__)
 
 TIDIED = 256  # pages written between two looks at what others left on disk
 NAMED = 2**16  # tenants, the latest: clients choose salts, and may choose many
@@ -48,7 +47,7 @@ class Store:
         """`buffer`: so many pages may be on their way out of the pool at the same time. `tidy`: lets go of what others left on disk beyond
         its bound, given what is to stay; `touch`: remembers there what was used."""
         self.transfer, self.ledger, self.host, self.below = transfer, ledger, transfer.host, tuple(below)
-        self.counts, self.speeds = Counts(), Speeds()
+        self.counts, self.speeds, self._catalogue = Counts(), Speeds(), Catalogue(ledger)
         self._tags: dict[Key, bytes] = {}  # what tenants are called here, by the roots of what they have
         self.buffer, self._tidy, self._touch, self._clock = buffer, tidy, touch, clock
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
@@ -58,18 +57,15 @@ class Store:
         self._writing = 0  # pages, counted once for each tier
         self._unwritten: Counter[Key] = Counter()  # the same, by page
         self._free: list[Stem] = []  # stems that need not stay any longer
-        self._queued: dict[Key, int] = {}  # pages that were offered and are not kept yet
+        self._queued: set[Key] = set()  # pages that were offered and are not kept yet
         self._raising: set[Key] = set()
-        self._catalogue = Catalogue(ledger)
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
+        self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         weakref.finalize(self, _stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
 
     def facts(self) -> StoreFacts:
-        ledger, counts = self.ledger, self.counts
-        room = {tier: Room(ledger.used[tier], size) for tier, size in ledger.capacities.items()}
-        loaded, saved, lost, unsaved = (dict(+tally) for tally in (counts.loaded, counts.saved, counts.lost, counts.unsaved))
-        return StoreFacts(room, loaded, saved, lost, unsaved, counts.recomputed, counts.prefetched)
+        return self.counts.facts({tier: Room(self.ledger.used[tier], size) for tier, size in self.ledger.capacities.items()})
 
     def name(self, tenant: Key, salt: bytes) -> None:
         """The root of what a tenant has, and its salt: pages are kept under its name, by which they can be purged."""
@@ -150,7 +146,7 @@ class Store:
         elif len(tiers) == 1:
             [(tier, count)] = tiers.items()
             self.speeds.moved(tier, count * self._page_bytes, seconds)
-        self._note_host([part.card.key for part in load.parts if self.ledger.find([part.card.key]) != ["host"]], chain)
+        self._note_host([part.card.key for part in load.parts if not self.ledger.has(part.card.key, "host")], chain)
 
     def _lost(self, key: Key, lost: Lost) -> None:
         """Whoever needs it computes it, and then it is kept anew. What only did not come in time may be there the next time."""
@@ -180,17 +176,31 @@ class Store:
 
     def wanted(self, key: Key) -> bool:
         """Is it neither kept nor about to be?"""
-        return key not in self._queued and not self.ledger.find([key])
+        return key not in self._queued and not self.ledger.has(key)
+
+    @property
+    def spare(self) -> int:
+        """So many pages may depart: none while others wait."""
+        return 0 if self._offers else max(0, min(self.buffer - self._on_the_way, self.host.free))
+
+    def depart(self, pages: Iterable[tuple[Card, int]]) -> Departure:
+        """Pages that a step is about to fill leave the pool while it computes. When it is over, the tree's are offered as ever, and the
+        others dismissed."""
+        return self._departures.begin([each for each in pages if each[0].key not in self._departures])
+
+    def dismiss(self, departure: Departing) -> None:
+        """What was not offered of it is not kept."""
+        self._departures.drop(departure.pages.keys() - self._queued)
 
     def offer(self, offer: Offer) -> None:
         self._offers.append(offer)
-        self._queued.update((card.key, 1) for card in offer.cards)
+        self._queued.update(card.key for card in offer.cards)
 
     def pump(self) -> list[Stem]:
         """Takes in what was finished, begins what may begin; answers the stems that need not stay in the pool for it any longer."""
         while not self._done.empty():
             self._done.get()()
-        while self._offers and (not self._on_the_way or self._on_the_way + len(self._offers[0].pages) <= self.buffer):
+        while self._offers and self._has_room(self._offers[0]):
             self._begin(self._offers.popleft())
         self._raise_ahead()
         free, self._free = self._free, []
@@ -201,18 +211,21 @@ class Store:
         self._saver.settle()
         return self.pump()
 
-    def relent(self) -> list[Stem]:
+    def relent(self, reason: str = "room") -> list[Stem]:
         """A row needs the room: what is not on its way yet is not saved."""
-        stems = [offer.stem for offer in self._offers]
-        for offer in self._offers:
-            self._not_saved(offer.cards, "room")
-        self._offers.clear()
-        return stems
+        offers, self._offers = self._offers, deque()
+        self._not_saved([card for offer in offers for card in offer.cards], reason)
+        return [offer.stem for offer in offers]
 
     @property
     def _on_the_way(self) -> int:
         """Pages between the pool and the lowest tier: what is in host memory only until it is written counts as well."""
-        return max(self._leaving, self._writing)
+        return max(self._leaving + len(self._departures), self._writing)
+
+    def _has_room(self, offer: Offer) -> bool:
+        """Also for too much, where nothing else will end: what departs is offered behind it."""
+        new = sum(card.key not in self._departures for card in offer.cards)
+        return not (self._leaving or self._writing) or self._on_the_way + new <= self.buffer
 
     @property
     def busy(self) -> bool:
@@ -220,12 +233,10 @@ class Store:
         return bool(self._offers or self._leaving or self._writing or self._raising or not self._done.empty())
 
     def forget_pool(self) -> None:
-        """The pool's pages are not to be trusted any more: nothing more of them is saved, and nothing is copied from them when this
-        returns. What was offered before is sound: only a step that settled offers anything. Loads go on until they are done, since a tier
-        may hang."""
-        cards = [card for offer in self._offers for card in offer.cards]
-        self._offers.clear()
-        self._not_saved(cards, "failed")
+        """The pool's pages are not to be trusted any more: nothing is copied from them when this returns. What was begun is sound: only a
+        step that settled offers anything. Loads go on until they are done, since a tier may hang."""
+        self.relent("failed")
+        self._departures.drop([*self._departures])  # their step did not settle
         self._saver.settle()
         self.pump()
         self._free = []
@@ -242,29 +253,25 @@ class Store:
         return free
 
     def _begin(self, offer: Offer) -> None:
-        mine = {card.key for card in offer.cards}
-        kept = self._keep("host", offer.chain, mine)
+        kept = self._keep("host", offer.chain, {card.key for card in offer.cards})
         passing = bool(self.below)  # what host memory has no lasting place for passes through it
-        going = [(card, page) for card, page in zip(offer.cards, offer.pages, strict=True) if passing or card.key in kept]
+        going = [(card, page) for card, page in offer.pages if passing or card.key in kept]
         self._not_saved([] if passing else [card for card in offer.cards if card.key not in kept], "full")
         if not going:
             self._free.append(offer.stem)
             return
         self._leaving += len(going)
-        computed = self.transfer.mover.mark()
+        departures = self._departures.end(going)
 
         def work() -> None:
-            failed = []
-            for card, page in going:
-                if tried(partial(self.transfer.take, card, page, computed)) is not None:
-                    failed.append(card)
+            failed = [card for card, _ in going if tried(partial(departures[card.key].keep, card.key)) is not None]
             self._done.put(lambda: self._taken(offer, [card for card, _ in going], failed))
 
         self._saver.post(work)
 
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter."""
-        kept = self.ledger.keep(tier, [Page(key, self._page_bytes) for key in chain], self._clock(), only)
+        kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._clock(), only)
         self._move(kept.moves)
         return set(kept.entered)
 
@@ -273,8 +280,7 @@ class Store:
         self._free.append(offer.stem)
         self.ledger.drop([card.key for card in failed], "host")
         self._not_saved(failed, "full")
-        for card in cards:
-            self._queued.pop(card.key, None)
+        self._queued -= {card.key for card in cards}
         good = [card for card in cards if card not in failed]
         self.counts.saved["host"] += len(good)
         for tier in self.below:
@@ -283,14 +289,13 @@ class Store:
 
     def _passed(self, keys: Sequence[Key]) -> None:
         """What has no lasting place in host memory leaves it, unless it is on its way down, and still to be written."""
-        free = (key for key in keys if not self._unwritten[key] and key not in self._queued)
-        self.host.drop([key for key in free if self.ledger.find([key]) != ["host"]])
+        has, queued, unwritten = self.ledger.has, self._queued, self._unwritten
+        self.host.drop([key for key in keys if key not in unwritten and key not in queued and not has(key, "host")])
 
     def _write(self, tier: Tier, offer: Offer, cards: Sequence[Card]) -> None:
         """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
         if tier.name in self.ledger.capacities:
-            mine = {card.key for card in cards}
-            kept = self._keep(tier.name, offer.chain, mine)
+            kept = self._keep(tier.name, offer.chain, {card.key for card in cards})
             cards = [card for card in cards if card.key in kept]
 
         def work() -> None:
@@ -306,7 +311,9 @@ class Store:
 
     def _written(self, tier: str, card: Card, lost: Lost | None) -> None:
         self._writing -= 1
-        self._unwritten -= Counter([card.key])
+        self._unwritten[card.key] -= 1
+        if not self._unwritten[card.key]:
+            del self._unwritten[card.key]
         self.ledger.unpin([card.key])
         if lost is None:
             self.counts.saved[tier] += 1
@@ -319,17 +326,16 @@ class Store:
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
         self.counts.unsaved[reason] += len(cards)
-        for card in cards:
-            self._queued.pop(card.key, None)
+        self._queued -= (keys := {card.key for card in cards})
+        self._departures.drop(keys)
 
     # ---- what leaves a tier, and what comes up
 
     def _move(self, moves: Sequence[Move]) -> None:
         """What leaves host memory is further down already, or is let go."""
+        self._passed([move.key for move in moves if move.source == "host"])
         for move in moves:
-            if move.source == "host":
-                self._passed([move.key])
-            else:
+            if move.source != "host":
                 self._remove([move.key], move.source)
 
     def _remove(self, keys: Sequence[Key], tier: str) -> None:

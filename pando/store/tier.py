@@ -8,7 +8,7 @@ be used while layer 1 is on its way.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from ..kv.segment import Key
 
@@ -39,8 +39,7 @@ class Shape:
     codec: str = "none"
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """What is known of a kept page besides its bytes."""
 
     key: Key

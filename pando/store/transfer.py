@@ -155,13 +155,6 @@ class Transfer:
         finally:
             below.close()
 
-    def take(self, card: Card, page: int, computed: "torch.cuda.Event | None") -> None:
-        """Copies a page of the pool into host memory; raises Lost where that has no room."""
-        slot = self.host.begin(card)
-        if slot is not None:
-            with self._written(card):
-                self.mover.take(page, len(card.tokens), slot, computed)
-
     def write(self, card: Card, tier: str) -> None:
         """Copies a page from host memory down to a tier; raises Lost."""
         reader = self.host.open(card.key)

@@ -5,6 +5,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+import torch
+
 from .tier import Lost
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Worker:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOINED)
 
+    @torch.inference_mode()  # memory that was made in this mode may be written in this mode only
     def _run(self) -> None:
         while True:
             with self._changed:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from pando.engine import scheduler
+from pando.engine import makers
 from pando.engine.engine import Engine
 from pando.engine.imports import find
 from pando.engine.request import Request, Tenant, TokenEvent
@@ -171,7 +171,7 @@ def test_of_modules_that_wait_for_one_another_only_the_next_looks_for_what_it_ne
     for seed in range(40):
         chain.append(module(50 + seed, 3, chain[-1].end, context=tuple(chain)))
     looks: list[Run] = []
-    monkeypatch.setattr(scheduler, "find", lambda tree, want, now: looks.append(want.run) or find(tree, want, now))
+    monkeypatch.setattr(makers, "find", lambda tree, want, now: looks.append(want.run) or find(tree, want, now))
     engine = tiny_engine()
     engine.encode(chain, Tenant())
     drain(engine)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from pando.engine import scheduler
@@ -372,12 +373,14 @@ def test_a_request_that_is_cancelled_while_its_context_comes_leaves_nothing_behi
 def test_whatever_fails_the_answers_are_those_of_a_cold_run(
     model: Model, tmp_path: Path, seed: int, expected: "Expected", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail. Some outgrow the window."""
+    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail and steps that do. Some outgrow the
+    window."""
     dice = random.Random(seed)
-    options = {"max_model_len": 100, "kv_cache_tokens": dice.choice((POOL, 320, 960))}
+    options = {"max_model_len": 100, "kv_cache_tokens": dice.choice((POOL, 320, 960)), "overlap": dice.choice((False, True))}
     monkeypatch.setattr(Speeds, "pays", dice.choice((Speeds.pays, lambda *_: True)))  # a model of this size is sooner computed
     engine = engine_of(model, tmp_path, host_gib=dice.choice((0, LITTLE, ENOUGH)), **options)
     spoil(engine, dice, dice.choice((0.0, 0.02, 0.2)))
+    interrupt(engine, dice)
     talks = {"long": words(50, 60), "longer": words(51, 90)}
     for restart in range(2):
         for _ in range(5):
@@ -399,6 +402,22 @@ def test_whatever_fails_the_answers_are_those_of_a_cold_run(
         if not restart:
             engine = engine_of(model, tmp_path, host_gib=0, **options)
             spoil(engine, dice, 0.05)
+            interrupt(engine, dice)
+
+
+def interrupt(engine: Engine, dice: random.Random) -> None:
+    """Some steps end between two layers, for want of memory. The engine makes them smaller, and would in the end make them no more."""
+    layer, left = engine.pool.layer, [dice.randrange(4)]
+    share = dice.choice((0.01, 0.1))
+
+    def failing(index: int) -> tuple[Tensor, Tensor]:
+        found = layer(index)
+        if left[0] and dice.random() < share:
+            left[0] -= 1
+            raise torch.OutOfMemoryError
+        return found
+
+    engine.pool.layer = failing  # type: ignore[method-assign]
 
 
 def made_from_nothing(model: Model, engine: Engine, request: Request) -> list[int]:

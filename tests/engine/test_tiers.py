@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from pando.engine import tiers
 from pando.engine.request import Request
@@ -132,3 +133,18 @@ def test_an_engine_that_starts_again_finds_what_was_used_lately(
     [event] = run(second, [request])["r", 0]
     second.close()
     assert event.reuse.tiers == found
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_an_engine_made_in_inference_mode_keeps_and_loads(codec: str) -> None:
+    with torch.inference_mode():
+        engine = tiny_engine(tiny_model(), kv_cache_tokens=160, page_size=4, host_gib=0.01, store_codec=codec)
+        asked = Request("r", list(range(40)), greedy(3))
+        first = run(engine, [asked])
+        while engine.tend() is not None:
+            time.sleep(0.002)
+        engine.clear_cache()
+        again = run(engine, [asked])
+    facts = engine.stats().store
+    assert facts is not None and facts.loaded["host"] > 30
+    assert codec == "int8" or [event.token for event in again["r", 0]] == [event.token for event in first["r", 0]]

@@ -25,6 +25,7 @@ from pando.model.load import Model
 from pando.store import transfer
 from pando.store.speeds import Speeds
 from pando.store.store import Store
+from pando.store.transfer import Load
 
 from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
 from .test_store import Stuck, evict, settled
@@ -525,12 +526,12 @@ def test_a_tier_that_does_not_answer_is_not_waited_for_again_however_often_a_con
         for _ in range(8):
             talk.turn()
     engine, stuck = leaves.engine, stick(leaves.engine)
-    waits, wait = list[bool](), engine.scheduler.wait
-    monkeypatch.setattr(engine.scheduler, "wait", lambda: (waits.append(True), wait())[1])
+    loads, load = list[Load](), engine.store.load
+    monkeypatch.setattr(engine.store, "load", lambda *given: (loads.append(load(*given)), loads[-1])[1])
     stays.turn()
     leaves.turn()
     assert leaves.said == stays.said
-    assert len(waits) == 2, "for the runs that it reads, and for none that these were made behind"
+    assert len(loads) == 3 and any(each.late for each in loads), "of what it reads, and not of what that was made behind"
     stuck.free.set()
     evict(engine)
     assert engine.pages_in_use == 0

@@ -150,6 +150,13 @@ def test_what_is_too_large_for_the_tier_below_is_let_go() -> None:
     assert ledger.find(keys("a")) == []
 
 
+def test_a_page_is_asked_for_by_its_name_alone() -> None:
+    ledger = Ledger({"host": 3, "disk": 3}, POLICIES["lru"])
+    ledger.keep("disk", chain("a"), now=0)
+    assert ledger.has(b"a") and ledger.has(b"a", "disk")
+    assert not ledger.has(b"a", "host") and not ledger.has(b"b")
+
+
 def test_a_page_is_found_in_the_uppermost_tier_that_has_it() -> None:
     ledger = two_tiers(9, 9)
     ledger.keep("disk", chain("abc"), now=0)

@@ -1,0 +1,435 @@
+"""Modules and cut conversations that come up from below the pool: a row reads them on their way, layer by layer."""
+
+import os
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from pando.engine.engine import Engine
+from pando.engine.request import Request, TokenEvent, Truncation
+from pando.kv.run import Origin, Run
+from pando.model.load import Model
+from pando.store import transfer
+from pando.store.movers import Copy
+from pando.store.speeds import Speeds
+from pando.store.tier import Card, Lost, Reader
+
+from ..tiny import drain, greedy, run, tiny_engine, tiny_model
+from .test_store import ENOUGH, LITTLE, Faulty, FaultyReader, engine_of, evict, whole, words
+
+LAYERS = 4
+OPENING = Run(tuple(words(1, 10)), 0, Origin((), 0))
+LENGTHS = (13, 8, 21, 5)  # tokens: some end with a page
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model(layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def loading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of this size is sooner computed."""
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+
+
+def modules(*chosen: int) -> list[Run]:
+    """Each encoded behind the opening alone, and placed behind one another."""
+    runs, at = [OPENING], OPENING.end
+    for each in chosen:
+        runs.append(Run(tuple(words(10 + each, LENGTHS[each])), at, Origin((OPENING,), OPENING.end)))
+        at = runs[-1].end
+    return runs
+
+
+def prompt(name: str, runs: Sequence[Run], own: int = 9, count: int = 6, answers: int = 1) -> Request:
+    return Request(name, words(sum(map(len, runs)), own), greedy(count, n=answers), runs=runs)
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
+
+
+def made_from_nothing(model: Model, request: Request) -> list[int]:
+    return tokens(run(tiny_engine(model), [request])[request.request_id, 0])
+
+
+def kept(model: Model, tier: str, folder: Path, requests: Sequence[Request], **options: object) -> Engine:
+    """An engine that has what these requests read in a tier, and nowhere else."""
+    options = {"kv_cache_tokens": 640, **options}
+    first = engine_of(model, folder if tier == "disk" else None, host_gib=ENOUGH if tier == "host" else 0, **options)
+    for request in requests:
+        run(first, [request])
+    evict(first)
+    if tier == "host":
+        return first
+    first.close()
+    return engine_of(model, folder, **options)
+
+
+class Gate:
+    """Layers from a given one on stay away until it is opened; and what was copied together."""
+
+    def __init__(self, engine: Engine, first: int) -> None:
+        assert engine.store is not None
+        self._engine, self._first, self._free = engine, first, threading.Event()
+        self._mover = engine.store.transfer.mover
+        self._put, self._mover.put = self._mover.put, self.put  # type: ignore[method-assign]
+        self.copied: list[int] = []  # pages, layer by layer
+
+    def put(self, layer: int, copies: Sequence[Copy]) -> None:
+        if layer >= self._first:
+            assert self._free.wait(20), "nobody began before it was there"
+        self.copied.append(len(copies))
+        self._put(layer, copies)
+
+    def open(self) -> None:
+        self._free.set()
+
+    def open_behind(self, layer: int) -> None:
+        """When a step has come so far."""
+        get = self._engine.pool.layer
+
+        def watched(index: int) -> tuple[Tensor, Tensor]:
+            found = get(index)
+            if index == layer:
+                self.open()
+            return found
+
+        self._engine.pool.layer = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_first_step_computes_while_the_layers_of_all_modules_come_together(
+    model: Model, tier: str, overlap: bool, tmp_path: Path
+) -> None:
+    asked = prompt("r", modules(0, 1, 2, 3))
+    engine = kept(model, tier, tmp_path, [asked], overlap=overlap)
+    gate = Gate(engine, 1)
+    gate.open_behind(0)
+    engine.add(asked)
+    first = engine.step()
+    assert len(first) == 1, "no step before the one that computes"
+    assert len(gate.copied) == LAYERS and len({*gate.copied}) == 1 and gate.copied[0] > 4, "all pages of a layer, then the next layer"
+    assert [first[0].token, *tokens(drain(engine)["r", 0])] == made_from_nothing(model, asked)
+    reuse = first[0].reuse
+    assert reuse.tiers == {tier: first[0].num_cached_tokens} and reuse.miss is None
+    assert first[0].num_cached_tokens == 57 + 8, "the modules, and the words behind them"
+    whole(engine)
+    engine.close()
+
+
+def test_more_modules_come_together_than_rows_may_run(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2, 3))
+    engine = kept(model, "disk", tmp_path, [asked], max_num_seqs=1)
+    gate = Gate(engine, 1)
+    gate.open_behind(0)
+    engine.add(asked)
+    assert len(engine.step()) == 1
+    drain(engine)
+    whole(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [8, 9, 12])
+def test_a_module_at_the_end_is_read_on_its_way_but_for_its_last_token(model: Model, length: int, tmp_path: Path) -> None:
+    last = Run(tuple(words(5, length)), 30, Origin((), 3))
+    asked = Request("r", [], greedy(6), runs=[*modules(1), last])
+    engine = kept(model, "disk", tmp_path, [asked])
+    gate = Gate(engine, 1)
+    gate.open_behind(0)
+    events = run(engine, [asked])["r", 0]
+    assert tokens(events) == made_from_nothing(model, asked)
+    assert events[0].num_cached_tokens == 10 + 8 + length - 1
+    whole(engine)
+    engine.close()
+
+
+def test_rows_that_read_the_same_module_wait_for_one_load_of_it(model: Model, tmp_path: Path) -> None:
+    runs = modules(0, 2)
+    asked = [Request(str(seed), words(seed, 9), greedy(6, n=2), runs=runs) for seed in range(3)]
+    engine = kept(model, "disk", tmp_path, asked, attention="shared")
+    gate = Gate(engine, 1)
+    gate.open_behind(0)
+    for request in asked:
+        engine.add(request)
+    first = engine.step()
+    assert len(first) >= 3 and engine.facts.shared_reads == 3, "they begin together, and share what comes"
+    events = drain(engine)
+    for request in asked:
+        answer = [event.token for event in first if event.request_id == request.request_id and not event.index]
+        assert answer + tokens(events[request.request_id, 0]) == made_from_nothing(model, request)
+    assert engine.store is not None and engine.store.facts().loaded == {"disk": 10 + 13 + 21 + 3 * 8}, "each page once"
+    whole(engine)
+    engine.close()
+
+
+def test_modules_on_their_way_hold_up_nobody_who_answers(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked], kv_cache_tokens=960)
+    gate, told = Gate(engine, 0), list[str]()
+    engine.add(Request("talks", words(2, 5), greedy(30)))
+    engine.step()
+    engine.add(asked)
+    while len(told) < 10:
+        told += [event.request_id for event in engine.step()]
+    assert {*told} == {"talks"}
+    gate.open()
+    assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_who_came_with_a_row_whose_context_is_below_does_not_wait_for_it(
+    model: Model, tmp_path: Path, is_plain: bool, comes_first: bool
+) -> None:
+    asked = Request("r", words(7, 60), greedy(6)) if is_plain else prompt("r", modules(0, 1, 2))
+    other = Request("other", words(2, 5), greedy(6))
+    engine = kept(model, "disk", tmp_path, [asked])
+    gate, told = Gate(engine, 0), list[TokenEvent]()
+    for request in (other, asked) if comes_first else (asked, other):
+        engine.add(request)
+    while len(told) < 6:
+        told += engine.step()
+    assert {event.request_id for event in told} == {"other"}
+    gate.open()
+    assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
+class Bad(Faulty):
+    """One page of those that are read has a layer that cannot be, or does not come."""
+
+    def __init__(self, inner: "Faulty", page: int, layer: int, free: threading.Event | None) -> None:
+        super().__init__(inner, random.Random(0), 0.0)
+        self.left, self.layer, self.free = page, layer, free
+
+    def open(self, key: bytes) -> Reader:
+        self.left -= 1
+        return BadReader(self, self.inner.open(key)) if self.left == -1 else self.inner.open(key)
+
+
+class BadReader(FaultyReader):
+    def layer(self, index: int, into: memoryview) -> None:
+        bad = self._tier
+        assert isinstance(bad, Bad)
+        if index == bad.layer and bad.free is None:
+            bad.inner.drop([self.card.key])
+            raise Lost("corrupt", "a flipped bit")
+        if index == bad.layer and bad.free is not None:
+            bad.free.wait(20)
+        self._inner.layer(index, into)
+
+
+def break_page(engine: Engine, page: int, layer: int, free: threading.Event | None = None) -> None:
+    store = engine.store
+    assert store is not None
+    bad = Bad(store.below[0], page, layer, free)
+    store.below, store.transfer.tiers["disk"] = (bad,), bad
+
+
+@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("page", [0, 8, 16])  # of the opening, of modules, of the words behind them
+def test_a_layer_that_is_damaged_in_the_middle_of_the_step_is_computed(model: Model, tmp_path: Path, page: int, layer: int) -> None:
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked])
+    break_page(engine, page, layer)
+    events = run(engine, [asked])["r", 0]
+    assert tokens(events) == made_from_nothing(model, asked)
+    assert engine.store is not None and engine.store.facts().lost["corrupt"] == 1
+    assert sum(events[0].reuse.tiers.values()) <= events[0].num_cached_tokens < 52 + 8
+    assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
+    again = run(engine, [asked])["r", 0]
+    assert tokens(again) == tokens(events) and again[0].num_cached_tokens == 52 + 8
+    whole(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("page", [0, 4, 16])
+def test_a_layer_that_does_not_come_is_given_up_and_its_pages_come_back(
+    model: Model, tmp_path: Path, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "LATE", 0.1)
+    asked, free = prompt("r", modules(0, 1, 2)), threading.Event()
+    engine = kept(model, "disk", tmp_path, [asked])
+    break_page(engine, page, 1, free)
+    events = run(engine, [asked])["r", 0]
+    assert tokens(events) == made_from_nothing(model, asked)
+    free.set()
+    whole(engine)
+    engine.close()
+
+
+def test_a_row_that_is_cancelled_in_the_step_that_reads_what_comes_leaves_nothing(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked])
+    gate, get = Gate(engine, 1), engine.pool.layer
+
+    def cancelling(index: int) -> tuple[Tensor, Tensor]:
+        engine.cancel("r")
+        gate.open()
+        return get(index)
+
+    engine.pool.layer = cancelling  # type: ignore[method-assign]
+    engine.add(asked)
+    engine.step()
+    assert not engine.has_work
+    whole(engine)
+    engine.close()
+
+
+def test_a_step_that_fails_while_its_modules_come_is_taken_again(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked])
+    gate, get = Gate(engine, 2), engine.pool.layer
+
+    def failing(index: int) -> tuple[Tensor, Tensor]:
+        if index == 1:
+            engine.pool.layer = get  # type: ignore[method-assign]
+            raise RuntimeError("no step")
+        return get(index)
+
+    engine.pool.layer = failing  # type: ignore[method-assign]
+    engine.add(asked)
+    with pytest.raises(RuntimeError, match="no step"):
+        engine.step()
+    gate.open()
+    assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
+def test_whoever_stops_the_rows_that_bring_modules_makes_those_begin_again_who_read_them(model: Model, tmp_path: Path) -> None:
+    """Between the launch of a step and its end, which only steps that overlap have."""
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked])
+    engine.add(asked)
+    schedule = engine.scheduler.next()
+    assert len(schedule.rows) == 1 and len(schedule.loads) >= 4
+    engine.scheduler.stop_making()
+    assert engine.scheduler.running == [] and engine.scheduler.loading == []
+    assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
+def test_a_pool_without_room_for_the_row_beside_its_modules_brings_them_first(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2), own=20, count=4)
+    engine = kept(model, "disk", tmp_path, [asked], kv_cache_tokens=104)
+    assert tokens(run(engine, [asked])["r", 0]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
+def test_a_cut_conversation_is_read_on_its_way(model: Model) -> None:
+    options: dict[str, object] = {"max_model_len": 100, "kv_cache_tokens": 320, "max_num_batched_tokens": 128}
+    stays, leaves = engine_of(model, None, **options), engine_of(model, None, host_gib=ENOUGH, **options)
+    said, cuts = words(3, 80), 0
+    for turn in range(5):
+        asked = Request("r", said, greedy(6), truncation=Truncation(keep=8))
+        wanted = run(stays, [asked])["r", 0]
+        evict(leaves)
+        gate = Gate(leaves, 1)
+        gate.open_behind(0)
+        leaves.add(asked)
+        first = leaves.step()
+        assert len(first) == 1 and first[0].reuse.truncated == wanted[0].reuse.truncated
+        if first[0].reuse.truncated is not None:
+            cuts += 1
+            assert first[0].reuse.tiers == {"host": first[0].num_cached_tokens} and first[0].num_cached_tokens > 30
+        assert [first[0].token, *tokens(drain(leaves)["r", 0])] == tokens(wanted)
+        said = [*said, *tokens(wanted), *words(100 + turn, 9)]
+    assert cuts >= 2
+    whole(leaves)
+    leaves.close()
+
+
+class Known:
+    """Prompts, and what an engine answers that makes all of them from nothing."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def request(self, name: str, dice: random.Random) -> tuple[Request, list[int]]:
+        """The prompt of some modules and some words; without modules it is a plain one."""
+        chosen, own = tuple(dice.sample(range(len(LENGTHS)), dice.randrange(4))), dice.choice((1, 9, 20))
+        runs = modules(*chosen) if chosen else []
+        asked = Request(name, words(own, own), greedy(6, n=dice.choice((1, 1, 2))), runs=runs)
+        if (chosen, own) not in self._answers:
+            self._answers[chosen, own] = made_from_nothing(self._model, asked)
+        return asked, self._answers[chosen, own]
+
+
+class Rotten(Faulty):
+    """It keeps whatever it is given, and some of that cannot be read."""
+
+    def look(self, keys: Sequence[bytes]) -> int:
+        return self.inner.look(keys)
+
+    def ends(self, parent: bytes) -> Sequence[Card]:
+        return self.inner.ends(parent)
+
+    def open(self, key: bytes) -> Reader:
+        return FaultyReader(self, self.inner.open(key))
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        self.inner.save(card, layers)
+
+
+@pytest.fixture(scope="module")
+def known(model: Model) -> Known:
+    return Known(model)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PANDO_SCHEDULES", "12"))))
+def test_whatever_happens_answers_are_those_of_modules_made_from_nothing(model: Model, tmp_path: Path, seed: int, known: Known) -> None:
+    """Prompts come, are cancelled, leave the pool and come back; tiers and steps fail."""
+    dice = random.Random(seed)
+    options: dict[str, object] = {
+        "kv_cache_tokens": dice.choice((112, 200, 960)), "max_num_seqs": dice.choice((1, 2, 16)), "overlap": dice.choice((False, True)),
+        "max_num_batched_tokens": dice.choice((8, 64)), "host_gib": dice.choice((0, 0, LITTLE, ENOUGH)),
+    }  # fmt: skip
+    engine = engine_of(model, tmp_path, **options)
+    assert engine.store is not None
+    kind, share, delay = dice.choice((Rotten, Rotten, Faulty)), dice.choice((0.0, 0.01, 0.1)), dice.choice((0.0, 0.0002))
+    tier = kind(engine.store.below[0], random.Random(seed), share, delay)
+    engine.store.below, engine.store.transfer.tiers["disk"] = (tier,), tier
+    get, trips = engine.pool.layer, dice.choice((0.0, 0.01))
+
+    def tripping(index: int) -> tuple[Tensor, Tensor]:
+        if index and dice.random() < trips:
+            raise RuntimeError("tripped")
+        return get(index)
+
+    engine.pool.layer = tripping  # type: ignore[method-assign]
+    for turn in range(4):
+        coming, wanted, heard = [known.request(f"{turn} {each}", dice) for each in range(dice.randrange(1, 5))], {}, {}
+        while coming or engine.has_work:
+            if coming and dice.random() < 0.5:
+                asked, answer = coming.pop()
+                engine.add(asked)
+                wanted |= {(asked.request_id, index): answer for index in range(asked.params.n)}
+            try:
+                events = engine.step()
+            except RuntimeError:
+                continue
+            for event in events:
+                heard.setdefault((event.request_id, event.index), []).append(event.token)
+            if wanted and dice.random() < 0.02:
+                gone = dice.choice(sorted(wanted))[0]
+                engine.cancel(gone)
+                wanted = {name: answer for name, answer in wanted.items() if name[0] != gone}
+        assert {name: heard.get(name) for name in wanted} == wanted
+        if dice.random() < 0.7:
+            evict(engine)
+    whole(engine)
+    engine.close()
