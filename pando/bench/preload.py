@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.row import Schedule
+from ..kv.run import Origin, Run
 from ..kv.segment import Key
 from ..model.load import Model
 from ..store.speeds import Speeds
 from ..store.tier import Card, Reader, Tier
 from .measure import Result, Samples, interleave
-from .trial import Size, ask, drawn, opened, settle
+from .trial import Size, Trial, ask, drawn, opened, settle
 
 WAITING, LAYERED, AHEAD, POOL = "load, then compute", "layer by layer", "begun during the step before", "in the pool"
 MB = 10**6
@@ -31,6 +32,7 @@ class Sweep:
     rows: int = 1
     repeats: int = 3
     bandwidth: float | None = 100.0  # MB/s of a tier in the place of the disk; None: host memory, as fast as it is
+    modules: int = 0  # that a history is made of, equally long; 0: it is a plain prompt
 
 
 ON_GPU = Sweep(histories=(128, 256, 512, 1024), new=100, rows=16, repeats=7, bandwidth=None)  # figure 19 of CachedAttention has 1,024
@@ -116,7 +118,8 @@ class Preload:
         sweep = self.sweep
         self._histories = [drawn(self.model, f"history {row}", max(sweep.histories)) for row in range(sweep.rows)]
         self._numbers = count()
-        tokens, beside = sweep.rows * (max(sweep.histories) + 64), sweep.rows * (sweep.new + 128)
+        ends, beside = 64 * (sweep.modules + 1), sweep.rows * (sweep.new + 128)
+        tokens = sweep.rows * sum(history + ends for history in (sweep.histories if sweep.modules else [max(sweep.histories)]))
         self._size = Size(
             pool=tokens + 4 * beside,
             kept=tokens + 4 * beside,  # of the new ones, only the latest stay
@@ -127,7 +130,8 @@ class Preload:
 
     def results(self) -> list[Result]:
         first = self._opened()
-        ask(first, self._histories)
+        for history in self.sweep.histories if self.sweep.modules else [max(self.sweep.histories)]:
+            self._ask(first, history, [[]] * self.sweep.rows)
         settle(first)
         if self.sweep.bandwidth is None:
             self._kept = first  # what is in host memory ends with its engine
@@ -160,18 +164,29 @@ class Preload:
             settle(engine)
             engine.clear_cache()
         ask(engine, [self._new()[:8]])  # whatever is made at the first step is there
-        asked = [[*tokens[:history], *self._new()] for tokens in self._histories]
+        asked = [self._new() for _ in self._histories]
         if way == POOL:
-            ask(engine, [tokens[:history] for tokens in self._histories])
+            self._ask(engine, history, [[]] * len(asked))
         engine.patient = way == WAITING
         engine.store.speeds = Willing()
-        trial = ask(engine, asked, behind=[self._new() for _ in asked] if way == AHEAD else ())
+        trial = self._ask(engine, history, asked, behind=[self._new() for _ in asked] if way == AHEAD else ())
         engine.patient = False
         if self._kept is None:
             engine.close()
-        loaded, wanted = sum(trial.tiers.values()), 0 if way == POOL else history * len(asked)
+        whole = history - history % max(self.sweep.modules, 1)
+        loaded, wanted = sum(trial.tiers.values()), 0 if way == POOL else whole * len(asked)
         assert wanted <= loaded < wanted + self.sweep.new * len(asked), f"{loaded} tokens were loaded where {wanted} should be: {way}"
         return trial.ms
+
+    def _ask(self, engine: Engine, history: int, new: Sequence[Sequence[int]], *, behind: Sequence[Sequence[int]] = ()) -> Trial:
+        count = self.sweep.modules
+        if not count:
+            asked = [[*tokens[:history], *words] for tokens, words in zip(self._histories, new, strict=True)]
+            return ask(engine, asked, behind=behind)
+        size = history // count
+        starts = range(0, count * size, size)
+        parts = [[Run(tuple(tokens[at : at + size]), at, Origin((), 0)) for at in starts] for tokens in self._histories]
+        return ask(engine, new, runs=parts, behind=behind)
 
     def _new(self) -> list[int]:
         return drawn(self.model, f"new {next(self._numbers)}", self.sweep.new)
@@ -190,7 +205,8 @@ class Preload:
     def _result(self, history: int, way: str, found: dict[str, float], target: float | None) -> Result:
         saved = 100 * (1 - found[way] / found[WAITING])
         rows = f"{self.sweep.rows} x " if self.sweep.rows > 1 else ""
-        case = f"{rows}{history} loaded, {self.sweep.new} new, {way}"
+        parts = f" in {self.sweep.modules} modules" if self.sweep.modules else ""
+        case = f"{rows}{history} loaded{parts}, {self.sweep.new} new, {way}"
         note = f"{found[way]:.1f} ms instead of {found[WAITING]:.1f}; load {_load(found):.1f}, compute {found[POOL]:.1f}"
         samples = {name: self.samples[history][name] for name in (way, WAITING, POOL)}
         promise = (f">= {target:g} %", saved >= target) if target is not None else ("", None)

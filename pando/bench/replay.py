@@ -6,11 +6,13 @@ they would take, and do nothing. While rows only decode, the steps up to the nex
 to catch up with, and here several.
 """
 
+import gc
 import heapq
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 from ..engine.imports import pages_of, wants
@@ -20,7 +22,7 @@ from ..engine.scheduler import Scheduler
 from ..engine.truncation import ENDLESS, Truncations
 from ..errors import InvalidOption
 from ..kv.run import Origin, in_place
-from ..kv.segment import Key, Lineage, root_key
+from ..kv.segment import Key, Lineage, extend_keys, root_key
 from ..kv.tree import PrefixTree
 from ..store.policy import LRU, Policy
 from .conversations import Conversation, Turn
@@ -29,6 +31,7 @@ from .simulated import Clock, Heap, SimulatedStore, simulated_store
 HOST, DISK = "host", "disk"
 ROOT = root_key(b"simulated", b"")
 HOME = Lineage.of(ROOT)
+PARAMS = SamplingParams()  # nothing is drawn
 TRIES = 100  # steps in which nobody could run, although nothing is on its way
 UNSURE = 16  # steps after which it is looked again whether a row that waits could run
 
@@ -99,7 +102,8 @@ class _Asked:
     number: int  # of the turn
     arrived: float
     token: int  # all that it says
-    said: int = 0  # tokens
+    answer: int  # tokens that it says
+    said: int = 0  # of them
     ahead: int = 0  # and so many that its row has, and has not computed yet
     began: float | None = None  # when something was first done for it
 
@@ -113,6 +117,7 @@ class Replay:
         self._arrivals = [(one.arrival, number, 0) for number, one in enumerate(conversations)]
         heapq.heapify(self._arrivals)
         self._tokens: dict[Key, int] = {}  # all that a piece says, again and again
+        self._keys: dict[int, tuple[int, list[Key]]] = {}  # of each conversation: what its context begins with, and the keys of its pages
         self._unnamed = 0
         pages, tree = Heap(machine.pool // machine.page, machine.page), PrefixTree(machine.page)
         self.scheduler = Scheduler(
@@ -121,14 +126,21 @@ class Replay:
         window, below = machine.window or ENDLESS, self.scheduler.below
         self._truncations = Truncations(tree, below, window, self.scheduler.clock, "off" if store is None else None)
         self._asked: dict[Row, _Asked] = {}
+        self._begun: set[Row] = set()  # rows that something was done for in the last step
         self._idle = 0  # steps without rows, one after the other
         self._hopeless = False  # nobody who waits could run in the last step
 
     def run(self) -> Outcome:
-        while self._arrivals or self._asked:
-            while self._arrivals and self._arrivals[0][0] <= self.clock.now:
-                self._ask(*heapq.heappop(self._arrivals))
-            self._step()
+        collects = gc.isenabled()
+        gc.disable()  # what is let go of here is in no circle, and looking for circles takes a tenth of the time
+        try:
+            while self._arrivals or self._asked:
+                while self._arrivals and self._arrivals[0][0] <= self.clock.now:
+                    self._ask(*heapq.heappop(self._arrivals))
+                self._step()
+        finally:
+            if collects:
+                gc.enable()
         self.outcome.preemptions = self.scheduler.preemptions
         self.outcome.unsaved = sum(self.store.counts.unsaved.values()) if self.store is not None else 0
         return self.outcome
@@ -137,12 +149,12 @@ class Replay:
 
     def _ask(self, arrival: float, number: int, place: int) -> None:
         turn = self._conversations[number].turns[place]
-        prompt = [token for piece in turn.context for token in [self._token(piece.key)] * piece.tokens]
-        token = self._token(turn.adds[0].key if turn.adds else None)
-        row = self._row([*prompt, *[token] * turn.new], max(1, turn.answer))
+        said = [(self._token(piece.key), piece.tokens) for piece in turn.context]
+        token, answer = self._token(turn.adds[0].key if turn.adds else None), max(1, turn.answer)
+        row = self._row([*said, (token, turn.new)], answer, number)
         if self.scheduler.pages.needed(row.last) > self.scheduler.pages.count:
             raise InvalidOption(f"a request of {row.last} tokens does not fit a pool of {self.machine.pool}; simulate a larger machine")
-        self._asked[row] = _Asked(number, place, arrival, token)
+        self._asked[row] = _Asked(number, place, arrival, token, answer)
         self.scheduler.add([row])
 
     def _token(self, piece: Key | None) -> int:
@@ -151,11 +163,32 @@ class Replay:
             return self._unnamed
         return self._tokens.setdefault(piece, len(self._tokens))
 
-    def _row(self, prompt: list[int], answer: int) -> Row:
+    def _row(self, said: Sequence[tuple[int, int]], answer: int, number: int) -> Row:
+        """Of a prompt: tokens, and how often each is said."""
+        prompt = [token for token, times in said for token in repeat(token, times)]
+        row = self._cut(prompt, answer)
+        if row is not None:
+            return row
+        row = Row("", 0, prompt, PARAMS, 0, HOME, len(prompt) + answer, ROOT)
+        before, keys = self._keys.get(number, (None, row.keys))
+        if before == prompt[0]:  # it begins with all that was said before, whose keys are known
+            row.keys = keys
+        self._keys[number] = prompt[0], row.keys
+        if self.store is not None:
+            tokens = array("i")
+            for token, times in said:
+                tokens += array("i", (token,)) * times
+            extend_keys(row.keys, HOME, tokens, self.machine.page)
+        return row
+
+    def _cut(self, prompt: list[int], answer: int) -> Row | None:
+        """What is left of a prompt that does not fit the window."""
+        if self.machine.window is None or len(prompt) + answer <= self.machine.window:
+            return None
         asked = Request("", prompt, SamplingParams(max_tokens=answer), truncation=Truncation())
         cut = self._truncations.cut(asked, HOME)
         if cut is None:
-            return Row("", 0, prompt, asked.params, 0, HOME, len(prompt) + answer, ROOT)
+            return None
         pages = self.scheduler.pages
         own = len(cut.layout.left(prompt)) - cut.layout.placed
         if pages_of(cut.layout.runs, pages) + pages.needed(own + answer) > pages.count:
@@ -188,23 +221,26 @@ class Replay:
         self.outcome.steps += steps
         self.outcome.taken += 1
         self.scheduler.settle(schedule)
-        for row in schedule.rows:
-            if row.makes is None and not row.behind:
-                self._say(row)
+        self._say(schedule.rows)
 
     def _leap(self) -> int:
         """How many steps can be taken at once: up to the next arrival and the next end of an answer, if all rows decode and no other can
         run."""
         scheduler = self.scheduler
         full = len(scheduler.running) + len(scheduler.loading) >= scheduler.max_rows
-        if not scheduler.running or any(row.behind > 1 or row.makes is not None for row in scheduler.running):
+        if not scheduler.running:
             return 1
-        if any(row.load is None or row.load.done for row in scheduler.loading) or (scheduler.waiting and not full and not self._hopeless):
+        for row in reversed(scheduler.running):  # those that came last compute their prompts
+            if row.computed < len(row.tokens) - 1 or row.makes is not None:
+                return 1
+        if any(all(load.done for load in row.loads) for row in scheduler.loading) or (
+            scheduler.waiting and not full and not self._hopeless
+        ):
             return 1
         then = self._arrivals[0][0] if self._arrivals else math.inf
         if scheduler.loading and self.store is not None:
             then = min(then, self.store.loads_end)
-        most = min(self._left(row) for row in scheduler.running)
+        most = min(asked.answer - asked.said for asked in map(self._asked.__getitem__, scheduler.running))
         if then < math.inf:
             most = min(most, math.ceil((then - self.clock.now) / self.machine.step))
         if scheduler.waiting and not full:
@@ -215,14 +251,16 @@ class Replay:
         scheduler, more = self.scheduler, steps - 1
         decoding, before = list(scheduler.running) if more else [], len(scheduler.running) + len(scheduler.loading)
         for row in decoding:
-            self._asked[row].ahead = more
-            row.tokens += [self._asked[row].token] * more
+            asked = self._asked[row]
+            asked.ahead = more
+            row.tokens += [asked.token] * more
         if more:
             scheduler.retract()  # they do not go on by a token, as before
         scheduler.budget = steps * len(decoding) if more else self.machine.budget
         schedule = scheduler.next()
+        going = set(schedule.rows) if more else ()
         for row in decoding:
-            if row not in schedule.rows:  # it had to stop
+            if row not in going:  # it had to stop
                 self._asked[row].ahead = 0
                 del row.tokens[-more:]
                 del row.keys[len(row.tokens) // self.machine.page :]
@@ -230,9 +268,11 @@ class Replay:
         return schedule
 
     def _note_begun(self, now: float) -> None:
-        scheduler = self.scheduler
-        looked = (row for row in islice(scheduler.waiting, scheduler.max_rows) if row.found is not None)
-        for row in (*scheduler.running, *scheduler.loading, *looked):
+        scheduler, rows = self.scheduler, {*self.scheduler.running, *self.scheduler.loading}
+        if self.machine.window is not None:
+            rows.update(row for row in islice(scheduler.waiting, scheduler.max_rows) if row.found is not None)
+        new, self._begun = rows - self._begun, rows
+        for row in new:
             asked = self._asked.get(row)
             if asked is not None and asked.began is None:
                 asked.began = now
@@ -241,10 +281,13 @@ class Replay:
         """Lets the time pass that the steps take; answers what decoding took of it. What is moved meanwhile is taken in after each step."""
         clock, begin, each = self.clock, self.clock.now, self.machine.step
         decoding = steps * each if min(schedule.counts) <= steps else 0.0
-        for done in range(1, steps):
-            if clock.next <= begin + done * each:
-                clock.pass_to(begin + done * each)
-                self.scheduler.tend()
+        done = 0
+        while (then := clock.next) <= begin + (steps - 1) * each and done < steps - 1:
+            done = max(done, int((then - begin) / each) - 1) + 1
+            while begin + done * each < then:
+                done += 1
+            clock.pass_to(begin + done * each)
+            self.scheduler.tend()
         clock.pass_to(begin + decoding + sum(count for count in schedule.counts if count > steps) / self.machine.prefill_rate)
         while not all(load.done for load in schedule.loads):
             clock.pass_to(clock.next)
@@ -266,18 +309,28 @@ class Replay:
 
     # ---- answering
 
-    def _say(self, row: Row) -> None:
-        asked = self._asked[row]
-        if not asked.said:
-            self._serve(row, asked)
-        asked.said, asked.ahead = asked.said + asked.ahead + 1, 0
-        if self._left(row):
-            row.tokens.append(asked.token)
-            return
+    def _say(self, rows: Sequence[Row]) -> None:
+        """Those that have caught up get their next tokens."""
+        for row in rows:
+            if row.makes is not None or row.computed < len(row.tokens):
+                continue
+            asked = self._asked[row]
+            if not asked.said:
+                self._serve(row, asked)
+            asked.said += asked.ahead + 1
+            asked.ahead = 0
+            if asked.said < asked.answer:
+                row.tokens.append(asked.token)
+            else:
+                self._end(row, asked)
+
+    def _end(self, row: Row, asked: _Asked) -> None:
         self.scheduler.remove(row)
         del self._asked[row]
         turns, following = self._conversations[asked.conversation].turns, asked.number + 1
-        if following < len(turns):
+        if following == len(turns):
+            self._keys.pop(asked.conversation, None)
+        else:
             heapq.heappush(self._arrivals, (self.clock.now + turns[following].think, asked.conversation, following))
 
     def _serve(self, row: Row, asked: _Asked) -> None:
@@ -287,10 +340,6 @@ class Replay:
         times = asked.began - asked.arrived, self.clock.now - asked.began
         self.outcome.served.append(Served(prompt, prompt - turn.new, max(0, row.cached - host - disk), host, disk, *times))
         self.outcome.busy.append(self.outcome.total)
-
-    def _left(self, row: Row) -> int:
-        asked = self._asked[row]
-        return max(1, self._turn(asked).answer) - asked.said
 
     def _turn(self, asked: _Asked) -> Turn:
         return self._conversations[asked.conversation].turns[asked.number]

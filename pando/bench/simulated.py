@@ -7,9 +7,9 @@ they finish is seen from then on. Host memory and disk hold keys alone.
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import count
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,22 +18,26 @@ from ..engine.tiers import BUFFER
 from ..kv.pages import Pages
 from ..kv.segment import Key
 from ..store.codec import codec
+from ..store.departures import Departures
 from ..store.host import HostTier
 from ..store.ledger import Ledger
-from ..store.movers import Copy
+from ..store.movers import Copy, Take
 from ..store.policy import Policy
 from ..store.speeds import Speeds
 from ..store.store import Store
-from ..store.tier import Card, Lost, Shape, Tier, remember_end
+from ..store.tier import Card, Lost, Reader, Shape, Tier, remember_end
 from ..store.transfer import Load, Transfer
 from ..store.worker import Worker
+
+T = TypeVar("T")
+NOTHING = memoryview(b"")  # the bytes of a page
 
 
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.moment = 0.0  # when that will be done which a hand is doing
-        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._due: list[tuple[float, int, Callable[[Any], object], object]] = []
         self._order = count()
         self._hands: list[Hand] = []
 
@@ -45,45 +49,57 @@ class Clock:
         """Of the hand that is at work."""
         self.moment += seconds
 
-    def later(self, task: Callable[[], object]) -> None:
+    def later(self, act: Callable[[T], object], what: T) -> None:
         """When the hand is done so far."""
-        heapq.heappush(self._due, (self.moment, next(self._order), task))
+        heapq.heappush(self._due, (self.moment, next(self._order), act, what))
 
     @property
     def next(self) -> float:
         """When something happens."""
-        due = self._due[0][0] if self._due else math.inf
-        return min(due, *(hand.begins for hand in self._hands)) if self._hands else due
+        return self._first()[0]
+
+    def _first(self) -> "tuple[float, Hand | None]":
+        """When, and which hand begins then; what was done before comes first."""
+        then, first = self._due[0][0] if self._due else math.inf, None
+        for hand in self._hands:
+            if hand.begins < then:
+                then, first = hand.begins, hand
+        return then, first
 
     def pass_to(self, until: float) -> None:
-        while (then := self.next) <= until:
+        while True:
+            then, hand = self._first()
+            if then > until:
+                break
             self.now = max(self.now, then)
-            if self._due and self._due[0][0] <= then:
-                heapq.heappop(self._due)[2]()
+            if hand is not None:
+                hand.work()
             else:
-                min(self._hands, key=lambda hand: hand.begins).work()
+                _, _, act, what = heapq.heappop(self._due)
+                act(what)
         self.now = max(self.now, until)
 
 
 class Hand(Worker):
     def __init__(self, name: str, clock: Clock) -> None:
         super().__init__(name)
+        self.begins = math.inf  # when the next task does
         self._clock, self._free = clock, 0.0
         self._posts: list[tuple[bool, int, float, Callable[[], object]]] = []  # what is urgent first
 
     def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
         self._posted += 1
         heapq.heappush(self._posts, (not urgent, self._posted, self._clock.now, task))
+        self._look()
 
-    @property
-    def begins(self) -> float:
-        """When the next task does."""
-        return max(self._free, self._posts[0][2]) if self._posts else math.inf
+    def _look(self) -> None:
+        self.begins = max(self._free, self._posts[0][2]) if self._posts else math.inf
 
     def work(self) -> None:
         self._clock.moment = self.begins
         heapq.heappop(self._posts)[3]()
         self._free = self._clock.moment
+        self._look()
 
     def settle(self) -> None:
         """Whoever waits for it lets the time pass."""
@@ -92,15 +108,16 @@ class Hand(Worker):
 
     def stop(self) -> None:
         self._posts.clear()
+        self._look()
 
 
 class _Done(SimpleQueue[Callable[[], None]]):
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self._clock = clock
+        self._clock, self._ready = clock, super().put
 
     def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:
-        self._clock.later(lambda: SimpleQueue.put(self, item))
+        self._clock.later(self._ready, item)
 
 
 class Heap(Pages):
@@ -138,11 +155,14 @@ class Bus:
 
     def follow(self, computed: "torch.cuda.Event | None") -> None: ...
 
-    def take(self, page: int, tokens: int, into: Tensor, computed: "torch.cuda.Event | None") -> None:
-        self._clock.spend(tokens * self._token)
+    def take(self, takes: Sequence[Take], computed: "torch.cuda.Event | None") -> None:
+        self.move(sum(take.tokens for take in takes))
 
     def put(self, layer: int, copies: Sequence[Copy]) -> None:
-        self._clock.spend(sum(copy.tokens for copy in copies) * self._token)
+        self.move(sum(copy.tokens for copy in copies))
+
+    def move(self, tokens: int) -> None:
+        self._clock.spend(tokens * self._token)
 
 
 class Host(HostTier):
@@ -152,6 +172,9 @@ class Host(HostTier):
         size = codec(shape.codec).layer_bytes(shape, shape.page_size)
         super().__init__(shape, pages, size, pinned=False)
         self._nothing = torch.empty(shape.layers, size, dtype=torch.uint8)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
 
     def _slot(self, slot: int) -> Tensor:
         return self._nothing
@@ -204,19 +227,56 @@ class _Read:
 
 
 class _Transfer(Transfer):
+    """What is asked of it is noted, and takes its time: nothing is opened, copied or checked, since there are no bytes."""
+
     def __init__(self, clock: Clock, shape: Shape, bus: Bus, host: Host, below: Sequence[Tier], reserve: int) -> None:
         super().__init__(shape, codec(shape.codec), bus, host, below, reserve=reserve)
-        self._clock = clock
+        self._clock, self._bus, self._held = clock, bus, host
         self._ends: list[float] = []
+
+    def write(self, card: Card, tier: str) -> None:
+        if card.key not in self._held:
+            raise Lost("absent")
+        self.tiers[tier].save(card, ())
+
+    def raise_to_host(self, key: Key, tier: str) -> None:
+        below = self.tiers[tier].open(key)
+        if self._held.begin(below.card) is not None:
+            below.layer(0, NOTHING)
+            self._held.commit(below.card)
 
     def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> None:
         """As ever, but that its end is seen when the time has passed."""
-        with ExitStack() as stack:
-            opened = [(load, self._open(load, stack)) for load in loads]
-            self.mover.put(0, [copy for load, sources in opened for copy in self._read(0, load, sources)])
+        tokens, written = 0, list[tuple[Callable[[Card], None], Card]]()
+        for load, sources in [(load, self._sources(load)) for load in loads]:
+            if load.unwanted and sources:
+                load.cut(0, Lost("late", "nobody waits for it any more"))
+            for card, below, stays in sources:
+                if below is not None and not load.unwanted:
+                    below.layer(0, NOTHING)
+                if stays:
+                    written.append((self._held.abort if load.unwanted else self._held.commit, card))
+                tokens += 0 if load.unwanted else len(card.tokens)
+        self._bus.move(tokens)
+        for end, card in reversed(written):
+            end(card)
         for load in loads:
-            self._clock.later(load.end)
+            self._clock.later(Load.end, load)
         heapq.heappush(self._ends, self._clock.moment)
+
+    def _sources(self, load: Load) -> list[tuple[Card, Reader | None, bool]]:
+        """What is read for a load, from below where host memory does not have it, and whether it stays there then."""
+        found: list[tuple[Card, Reader | None, bool]] = []
+        for place, part in enumerate(load.parts):
+            if part.card.key in self._held:
+                found.append((part.card, None, False))
+                continue
+            try:
+                found.append((part.card, self._found_below(part), self._slot(part.card) is not None))
+            except Lost as lost:
+                load.cut(place, lost)
+                break
+        return found
 
     @property
     def ends(self) -> float:
@@ -244,7 +304,13 @@ class SimulatedStore(Store):
         self._page_bytes, self._simulated = page_bytes, transfer
         self._loader: Hand = clock.hand("load")
         self._saver, self._writer = clock.hand("save"), clock.hand("write")
+        self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         self._done, self.speeds = _Done(clock), speeds
+
+    @property
+    def spare(self) -> int:
+        """Steps have no layers here: what they fill is copied behind them."""
+        return 0
 
     @property
     def loads_end(self) -> float:

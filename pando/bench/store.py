@@ -43,7 +43,7 @@ def conversation(setting: Setting) -> list[Result]:
 def layers(setting: Setting) -> list[Result]:
     given, on_gpu = setting.arguments, setting.model.device.type == "cuda"
     sweep = preload.QUICK if given.quick else preload.ON_GPU if on_gpu else preload.Sweep()
-    changes = {"repeats": given.repeats, "rows": given.rows, "new": given.new, "bandwidth": given.bandwidth}
+    changes = {"repeats": given.repeats, "rows": given.rows, "new": given.new, "bandwidth": given.bandwidth, "modules": given.modules}
     sweep = replace(sweep, **{name: value for name, value in changes.items() if value is not None})
     return preload.Preload(setting.model, sweep, setting.folder, setting.judged).results()
 
@@ -78,8 +78,11 @@ def main(argv: Sequence[str]) -> int:
         from . import plot  # a GPU host may lack what it imports
 
         plot.check(arguments.plot)
-    if any(value is not None and value <= 0 for value in (arguments.repeats, arguments.rows, arguments.new, arguments.bandwidth)):
-        raise InvalidOption("--repeats, --rows, --new and --bandwidth must be more than 0")
+    if any(
+        value is not None and value <= 0
+        for value in (arguments.repeats, arguments.rows, arguments.new, arguments.bandwidth, arguments.modules)
+    ):
+        raise InvalidOption("--repeats, --rows, --new, --bandwidth and --modules must be more than 0")
     model = model_of(arguments)
     facts = machine(torch.get_num_threads(), " ".join(["pando bench store", *argv]))
     named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
@@ -130,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, metavar="N", help="of each conversation and load; medians count (3; on a GPU 7 loads)")
     parser.add_argument("--rows", type=int, metavar="N", help="requests whose context is loaded together (1; on a GPU 16)")
     parser.add_argument("--new", type=int, metavar="N", help="tokens that are computed behind what is loaded (64; on a GPU 100)")
+    parser.add_argument(
+        "--modules", type=int, metavar="N", help="the context that is loaded is made of so many modules (it is a plain one)"
+    )
     bandwidth = "of the tier that stands in for the disk when loads are measured (100; on a GPU they come from host memory instead)"
     parser.add_argument("--bandwidth", type=float, metavar="MB/S", help=bandwidth)
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where the disk tier is made, and removed at the end (the system's own)")

@@ -13,6 +13,7 @@ from ..engine.engine import Engine
 from ..engine.request import Request, SamplingParams
 from ..errors import PandoError
 from ..kv.pool import PagePool
+from ..kv.run import Run
 from ..model.load import Model
 
 GIB = 2**30
@@ -65,16 +66,24 @@ def opened(
     return kind(model, config)
 
 
-def ask(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 1, *, behind: Sequence[Sequence[int]] = ()) -> Trial:
-    """Greedy answers of so many tokens. `behind`: prompts that are computed before; the clock starts when they are."""
+def ask(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int = 1,
+    *,
+    runs: Sequence[Sequence[Run]] = (),
+    behind: Sequence[Sequence[int]] = (),
+) -> Trial:
+    """Greedy answers of so many tokens. `runs`: what stands before each prompt, if anything does. `behind`: prompts that are computed
+    before; the clock starts when they are."""
     params, names = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), count()
     before = {str(next(names)): prompt for prompt in behind}
     asked = {str(next(names)): prompt for prompt in prompts}
     for name, prompt in before.items():
         engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
     start = time.perf_counter()
-    for name, prompt in asked.items():
-        engine.add(Request(name, prompt, params))
+    for (name, prompt), placed in zip(asked.items(), runs or [()] * len(asked), strict=True):
+        engine.add(Request(name, prompt, params, runs=placed))
     trial = Trial()
     while engine.has_work:
         for event in engine.step():

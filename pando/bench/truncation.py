@@ -82,7 +82,7 @@ class Unmoved(Import):
     def of(cls, found: Import) -> "Unmoved":
         run = found.want.run
         here = Run(run.tokens, run.position, Origin((), run.position))
-        return cls(replace(found.want, run=here), found.stem, found.end, found.rest, run.shift)
+        return cls(replace(found.want, run=here), found.stem, found.end, found.rest, by=run.shift)
 
 
 class Bench:

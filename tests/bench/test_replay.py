@@ -1,5 +1,6 @@
 """Replays whose every number can be worked out by hand. Pages are letters of ten tokens; a context is a string of them."""
 
+import gc
 import json
 import statistics
 from dataclasses import replace
@@ -13,7 +14,10 @@ from pando.bench.conversations import Conversation, Piece, Shape, Turn, read, sh
 from pando.bench.optimum import optimum
 from pando.bench.replay import Machine, Outcome, Replay, endless, recomputed, replay
 from pando.bench.simulated import Clock, simulated_store
+from pando.engine.row import Row
+from pando.engine.scheduler import Scheduler
 from pando.errors import InvalidOption
+from pando.kv.segment import extend_keys
 from pando.kv.tree import PrefixTree
 from pando.store.keeper import Offer
 from pando.store.policy import POLICIES
@@ -108,6 +112,32 @@ def test_steps_that_are_taken_at_once_are_those_that_would_be_taken_one_by_one(p
     assert quick.total.all == pytest.approx(slow.total.all, rel=0.02)
 
 
+def test_rows_have_the_keys_of_what_they_say_whatever_was_known_of_the_conversation_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[int]()
+
+    def add(self: Scheduler, rows: list[Row]) -> None:
+        for row in rows:
+            keys = list[bytes]()
+            extend_keys(keys, row.lineage, row.tokens, LLAMA.page)
+            assert row.keys == keys
+            checked.append(len(keys))
+        ask(self, rows)
+
+    ask = Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", add)
+    said = sharegpt(Shape(30, rate=2, think=5, window=4096), seed=2)
+    assert any(turn.context and turn.context[0] != one.turns[0].adds[0] for one in said for turn in one.turns), "some were cut"
+    endless(LLAMA, said)
+    assert len(checked) == sum(len(one.turns) for one in said) and max(checked) > 20
+
+
+def test_a_replay_that_fails_leaves_the_collector_as_it_was() -> None:
+    assert gc.isenabled()
+    with pytest.raises(InvalidOption):
+        recomputed(replace(MACHINE, pool=10), [asks(0, "ab")])
+    assert gc.isenabled()
+
+
 def test_a_pool_that_cannot_hold_a_request_is_refused() -> None:
     with pytest.raises(InvalidOption, match="larger machine"):
         recomputed(replace(MACHINE, pool=20), [asks(0, "abc")])
@@ -119,7 +149,7 @@ def test_what_is_urgent_comes_between_what_is_not_and_ends_when_its_time_has_pas
 
     def task(name: str, seconds: float) -> None:
         clock.spend(seconds)
-        clock.later(lambda: done.append((name, clock.now)))
+        clock.later(lambda name: done.append((name, clock.now)), name)
 
     hand.post(lambda: task("first", 5))
     clock.pass_to(1)
@@ -180,7 +210,7 @@ def test_what_left_host_memory_before_it_was_loaded_is_there_again_and_known_to_
         store.pump()
 
     for name in (b"a", b"b"):
-        store.offer(Offer(stem, (name,), (Card(name, b"root", b"", tuple(range(10))),), (0,)))
+        store.offer(Offer(stem, (name,), ((Card(name, b"root", b"", tuple(range(10))), 0),)))
         let_time_pass()
         if name == b"a":
             seen = store.look([b"a"], range(10), b"root", [b"root"], b"", 10)

@@ -115,6 +115,11 @@ def test_every_load_is_measured_in_every_way(model: Model, tmp_path: Path, bandw
     assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 4
 
 
+def test_what_is_loaded_may_be_modules(model: Model, tmp_path: Path) -> None:
+    results = Preload(model, replace(preload.QUICK, modules=3), tmp_path, judged=False).results()
+    assert [result.case for result in results][:2] == [f"2 x 64 loaded in 3 modules, 8 new, {way}" for way in (LAYERED, AHEAD)]
+
+
 def test_what_was_asked_before_is_not_on_the_clock(model: Model, tmp_path: Path) -> None:
     history, size = drawn(model, "history", 128), Size(pool=8192, kept=4096, rows=2, step=2048)
     first = opened(model, size, tmp_path)

@@ -378,6 +378,10 @@ def test_a_service_is_asked_ever_more_until_it_is_too_much(tmp_path: Path) -> No
     assert [(line["mode"], line["rate"]) for line in tables[relay.SERVICE]] == [(SHARED, 40), (FLAT, 40)]
 
 
+def test_one_of_the_scenarios_can_be_left_out(tmp_path: Path) -> None:
+    assert set(run(tmp_path, "--only", "relay", "--scenarios", "service", "--arrivals", "40")) == {relay.SERVICE}
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_crowd_holds_less_where_its_prompt_is_shared(tmp_path: Path) -> None:
     lines = run(tmp_path, "--only", "chunk", "--chunk-prompts", "256", "--chunk-arrivals", "1000")["chunk"]

@@ -15,7 +15,7 @@ from ...errors import InvalidOption, PandoError
 from ..measure import Result
 from ..traffic import read_lengths
 from ..trial import drawn
-from .options import rates, whole_numbers
+from .options import chosen, rates, whole_numbers
 from .report import at_least, number
 from .service import Job, Served, jobs_of, lengths_of, serve, warm
 from .setting import FLAT, SHARED, Setting, engine_config
@@ -28,6 +28,7 @@ MODES: dict[str, Attention] = {SHARED: "shared", FLAT: "flat"}
 SHORT, LONG = 64, 2048  # system prompts that something is promised of
 KEPT = 90.0  # percent of the throughput
 OVER_FLAT, KNEE = 2.1, 2.2  # times
+SCENARIOS = {"job": JOB, "service": SERVICE}
 HEADS = ("mode", "system", "rate", "answered", "seconds", "req/s", "tok/s", "ms/tok", "rows")
 
 
@@ -49,6 +50,7 @@ class Load:
 
 
 def add_options(to: argparse._ArgumentGroup) -> None:
+    to.add_argument("--scenarios", type=chosen(SCENARIOS), default=list(SCENARIOS.values()), metavar="S,S", help="job, service (both)")
     prompts = "tokens of the system prompt (64,512,2048)"
     to.add_argument("--prompts", type=whole_numbers, default=[64, 512, 2048], metavar="N,N,...", help=prompts)
     to.add_argument("--lengths", type=Path, metavar="FILE", help="a CSV file of prompt and answer tokens (drawn by ShareGPT's quartiles)")
@@ -71,12 +73,15 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def measure(setting: Setting, arguments: argparse.Namespace) -> None:
-    about = f"{arguments.requests} requests at once, {arguments.rows} rows at most, until none waits; ms/tok: from arrival to end"
-    setting.report.begin(JOB, about, HEADS)
-    jobs = _each_mode(setting, arguments, _job)
-    about = f"arriving for {arguments.duration:g} s, system prompt {max(arguments.prompts)}; bearable: {arguments.limit:g} ms/tok"
-    setting.report.begin(SERVICE, about, HEADS)
-    services = _each_mode(setting, arguments, _service)
+    jobs, services = list[Load](), list[Load]()
+    if JOB in arguments.scenarios:
+        about = f"{arguments.requests} requests at once, {arguments.rows} rows at most, until none waits; ms/tok: from arrival to end"
+        setting.report.begin(JOB, about, HEADS)
+        jobs = _each_mode(setting, arguments, _job)
+    if SERVICE in arguments.scenarios:
+        about = f"arriving for {arguments.duration:g} s, system prompt {max(arguments.prompts)}; bearable: {arguments.limit:g} ms/tok"
+        setting.report.begin(SERVICE, about, HEADS)
+        services = _each_mode(setting, arguments, _service)
     if jobs or services:
         setting.report.promise([*of_jobs(jobs, setting.judged), *of_services(services, arguments.limit, setting.judged)])
 
