@@ -28,7 +28,10 @@ FEWEST = 1 / 3  # small tiles for each processor, up to which another launch cos
 FEW = 4  # the same, up to which memory waits for them, and not they for memory
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
-UNSEEN = 0.08  # the same, whatever they have: the share of their keys that nobody sees yet
+LONG, UNSEEN = (
+    256,
+    12,
+)  # the same, where so many keys of each are still to be written; those differ from step to step, but hardly on average
 LONELY = 32  # small tiles for each processor from which on those of one query need no products
 
 
@@ -75,7 +78,7 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     each = (len(reads) - np.count_nonzero(is_large)) * heads / processors
     if small.rows == SHORT.rows and each > FEW:
         tokens = reads.tokens[~is_large]
-        if tokens.mean() <= END or reads.unseen > UNSEEN * tokens.sum():
+        if tokens.mean() <= (LONG if reads.unseen > UNSEEN * len(tokens) else END):
             lone = each > LONELY and rows[~is_large].max() == 1 and heads % LONE.heads == 0 and geometry.slopes is None
             small = LONE if lone else SHORT
     if narrow and work > PAYS * processors:

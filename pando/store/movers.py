@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.copies import copy_many
@@ -14,12 +15,37 @@ from .tier import Shape
 
 
 class Copy(NamedTuple):
-    """Into a page of the pool: the bytes of one layer of so many tokens."""
+    """Into a page of the pool: so many tokens, whose bytes stand at the beginning of each layer of [L, layer_bytes]."""
 
     page: int
     tokens: int
     data: Tensor
     stays: bool  # in pinned memory, if there is a GPU
+
+
+Numbers = NDArray[np.uint64]
+
+
+class Pieces(NamedTuple):
+    """Copies of keys and of values as addresses, for layer 0."""
+
+    to: Numbers
+    source: Numbers
+    stride: Numbers  # bytes from a layer to the next one, of the source
+    sizes: Numbers
+
+    @classmethod
+    def of(cls, copies: "Sequence[Copy]", pool: PagePool) -> "Pieces":
+        facts = [(copy.page, copy.tokens, copy.data.data_ptr(), copy.data.stride(0)) for copy in copies]
+        page, tokens, source, stride = np.array(facts, dtype=np.uint64).T
+        slot = np.uint64(pool.k[0, 0].nbytes)
+        size, start = tokens * slot, page * np.uint64(pool.page_size) * slot
+        k, v = (np.uint64(each.data_ptr()) for each in (pool.k, pool.v))
+        return cls(np.concatenate((k + start, v + start)), np.concatenate((source, source + size)), np.tile(stride, 2), np.tile(size, 2))
+
+    def at(self, layer: int, layer_bytes: int) -> tuple[Numbers, Numbers]:
+        """Where to and where from; `layer_bytes`: of the pool, keys or values."""
+        return self.to + np.uint64(layer * layer_bytes), self.source + np.uint64(layer) * self.stride
 
 
 class Take(NamedTuple):
@@ -47,7 +73,7 @@ class Mover(Protocol):
         ...
 
     def put(self, layer: int, copies: "Sequence[Copy]") -> None:
-        """One layer's bytes into pages."""
+        """One layer's bytes into pages. Where the next layer's come from and go to the same, it is the same sequence."""
         ...
 
     def fence(self) -> "torch.cuda.Event | None":
@@ -91,12 +117,12 @@ class CpuMover:
         for page, tokens, data, _ in copies:
             start, size = page * self._pool.page_size * self._slot_bytes, tokens * self._slot_bytes
             if self._shape.codec == "none":
-                kept = data.numpy()
+                kept = data.numpy()[layer]
                 self._k[layer, start : start + size] = kept[:size]
                 self._v[layer, start : start + size] = kept[size : 2 * size]
             else:
                 slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-                k, v = self._codec.decode(data[None], self._shape, tokens)
+                k, v = self._codec.decode(data[layer : layer + 1, : self._codec.layer_bytes(self._shape, tokens)], self._shape, tokens)
                 self._pool.k[layer, slots], self._pool.v[layer, slots] = k[0], v[0]
 
 
@@ -107,6 +133,9 @@ class CudaMover:
         self._pool, self._shape, self._codec = pool, shape, codec
         self._loads, self._saves = torch.cuda.Stream(pool.k.device), torch.cuda.Stream(pool.k.device)
         self._copy_many = copy_many()
+        self._given: Sequence[Copy] = ()  # what is being put, and how
+        self._pieces: Pieces | None = None
+        self._others: Sequence[Copy] = ()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -163,18 +192,22 @@ class CudaMover:
 
     def put(self, layer: int, copies: "Sequence[Copy]") -> None:
         """What lies in pinned memory comes by one call: one for each would hold up the thread that computes."""
-        direct = [copy for copy in copies if self._comes_directly(copy)]
+        if copies is not self._given:
+            direct = [copy for copy in copies if self._comes_directly(copy)]
+            self._given, self._pieces = copies, Pieces.of(direct, self._pool) if direct else None
+            self._others = [copy for copy in copies if not self._comes_directly(copy)] if len(direct) < len(copies) else ()
         with torch.cuda.stream(self._loads):
-            if direct:
-                (self._fetch if self._copy_many is None else self._copy)(layer, direct)
-            for page, tokens, data, _ in (copy for copy in copies if not self._comes_directly(copy)) if len(direct) < len(copies) else ():
+            if self._pieces is not None:
+                self._put_directly(layer, self._pieces)
+            for page, tokens, data, _ in self._others:
                 slots = slice(page * self._pool.page_size, page * self._pool.page_size + tokens)
-                k, v = self._pool.k[layer, slots], self._pool.v[layer, slots]
+                k, v, row = self._pool.k[layer, slots], self._pool.v[layer, slots], data[layer]
                 if self._shape.codec == "none":
-                    k.view(torch.uint8).view(-1).copy_(data[: k.nbytes], non_blocking=True)
-                    v.view(torch.uint8).view(-1).copy_(data[k.nbytes : 2 * k.nbytes], non_blocking=True)
+                    k.view(torch.uint8).view(-1).copy_(row[: k.nbytes], non_blocking=True)
+                    v.view(torch.uint8).view(-1).copy_(row[k.nbytes : 2 * k.nbytes], non_blocking=True)
                 else:
-                    new = self._codec.decode(data.to(k.device, non_blocking=True)[None], self._shape, tokens)
+                    row = row[: self._codec.layer_bytes(self._shape, tokens)]
+                    new = self._codec.decode(row.to(k.device, non_blocking=True)[None], self._shape, tokens)
                     k.copy_(new[0][0])
                     v.copy_(new[1][0])
 
@@ -182,19 +215,16 @@ class CudaMover:
         whole = self._copy_many is not None or copy.tokens == self._pool.page_size
         return copy.stays and whole and self._shape.codec == "none"
 
-    def _copy(self, layer: int, copies: "Sequence[Copy]") -> None:
-        assert self._copy_many is not None
-        facts = [(copy.page, copy.tokens, copy.data.data_ptr()) for copy in copies]
-        page, tokens, source = np.array(facts, dtype=np.uint64).T
-        size = tokens * np.uint64(self._pool.k[0, 0].nbytes)
-        start = page * np.uint64(self._pool.page_size * self._pool.k[0, 0].nbytes)
-        k, v = (np.uint64(each[layer].data_ptr()) for each in (self._pool.k, self._pool.v))
-        self._copy_many(np.concatenate((k + start, v + start)), np.concatenate((source, source + size)), np.tile(size, 2), self._loads)
-
-    def _fetch(self, layer: int, copies: "Sequence[Copy]") -> None:
+    def _put_directly(self, layer: int, pieces: Pieces) -> None:
+        to, source = pieces.at(layer, self._pool.k[0].nbytes)
+        if self._copy_many is not None:
+            self._copy_many(to, source, pieces.sizes, self._loads)
+            return
         from ..kernels.gpu import fetch
 
-        where = torch.tensor([[copy.data.data_ptr() for copy in copies], [copy.page for copy in copies]]).pin_memory()
+        pages = len(to) // 2
+        keys = (to[:pages] - np.uint64(self._pool.k[layer].data_ptr())) // pieces.sizes[:pages]
+        where = torch.from_numpy(np.stack((source[:pages], keys)).astype(np.int64)).pin_memory()
         fetch(where.to(self._pool.k.device, non_blocking=True), self._pool.k[layer], self._pool.v[layer], self._pool.page_size)
 
 

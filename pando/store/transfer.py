@@ -105,9 +105,12 @@ class Transfer:
                 stack.callback(load.end)
             try:
                 self.mover.follow(computed)
-                opened = [(load, self._open(load, stack)) for load in loads]
+                opened, copies = [(load, self._open(load, stack)) for load in loads], list[Copy]()
                 for layer in range(self.shape.layers):
-                    self.mover.put(layer, [copy for load, sources in opened for copy in self._read(layer, load, sources)])
+                    whole = [self._read(layer, load, sources) for load, sources in opened]
+                    if not layer or not all(whole):
+                        copies = [source.copy(part) for _, sources in opened for part, source in sources]
+                    self.mover.put(layer, copies)
                     event = self.mover.fence()
                     for load in loads:
                         load.arrived(event)
@@ -128,19 +131,20 @@ class Transfer:
                 break
         return sources
 
-    def _read(self, layer: int, load: Load, sources: "list[tuple[Part, _Source]]") -> "list[Copy]":
+    def _read(self, layer: int, load: Load, sources: "list[tuple[Part, _Source]]") -> bool:
+        """Are all of them still to be copied?"""
         if load.unwanted and sources:
             load.cut(0, Lost("late", "nobody waits for it any more"))
             sources.clear()
-        found = []
-        for place, (part, source) in enumerate(sources):
+            return False
+        for place, (_, source) in enumerate(sources):
             try:
-                found.append(Copy(part.page, len(part.card.tokens), source.layer(layer), source.stays))
+                source.read(layer)
             except Lost as lost:
                 load.cut(place, lost)
                 del sources[place:]
-                break
-        return found
+                return False
+        return True
 
     def raise_to_host(self, key: Key, tier: str) -> None:
         """Brings a page into host memory before anyone asks for it; raises Lost."""
@@ -170,7 +174,7 @@ class Transfer:
         with suppress(Lost):  # it may be in host memory by now
             reader = self.host.open(part.card.key)
             try:
-                yield _Slot(reader, size)
+                yield _Slot(reader)
                 return
             finally:
                 reader.close()
@@ -226,34 +230,35 @@ class Transfer:
 
 
 class _Source(Protocol):
-    stays: bool  # what a layer answers lies in host memory, pinned where there is a GPU
+    def read(self, index: int) -> None:
+        """A layer of it can be copied from now on; raises Lost."""
+        ...
 
-    def layer(self, index: int) -> Tensor: ...
+    def copy(self, part: Part) -> Copy: ...
 
 
 class _Slot:
     """A page in host memory."""
 
-    stays = True
+    def __init__(self, reader: HostReader) -> None:
+        self._payload = reader.payload
 
-    def __init__(self, reader: HostReader, size: int) -> None:
-        self._payload, self._size = reader.payload, size
+    def read(self, index: int) -> None: ...
 
-    def layer(self, index: int) -> Tensor:
-        return self._payload[index, : self._size]
+    def copy(self, part: Part) -> Copy:
+        return Copy(part.page, len(part.card.tokens), self._payload, stays=True)
 
 
 class _File:
     """A page below, read into a buffer."""
 
-    stays = False
-
     def __init__(self, reader: Reader, buffer: Tensor, size: int) -> None:
         self._reader, self._buffer, self._size = reader, buffer, size
         self.layers = 0
 
-    def layer(self, index: int) -> Tensor:
-        row = self._buffer[index, : self._size]
-        self._reader.layer(index, memoryview(row.numpy().data))
+    def read(self, index: int) -> None:
+        self._reader.layer(index, memoryview(self._buffer[index, : self._size].numpy().data))
         self.layers += 1
-        return row
+
+    def copy(self, part: Part) -> Copy:
+        return Copy(part.page, len(part.card.tokens), self._buffer, stays=False)
