@@ -12,7 +12,6 @@ from ..kv.tree import PrefixTree
 from ..store.keeper import Departing, Found, Keeper, Loading, Offer, end_card, end_parent
 from ..store.tier import Card
 from .imports import Want, wants
-from .request import Miss
 from .row import Row, Schedule
 
 WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for
@@ -92,12 +91,11 @@ class Below:
         row.load = None
         if lost is not None:
             came = min(row.loaded, sum(len(part.card.tokens) for part in parts))
-            row.cached = row.cached - (row.loaded - came) if row.cached is not None and row.is_new else row.cached
+            row.lose(row.loaded - came, row.settled + came)
             row.computed = row.settled + came
             row.loaded = came
-            row.miss = Miss("lost", row.imported + row.computed)
         left = row.loaded
-        for part in parts if row.is_new else ():  # as it is with `cached`
+        for part in parts if row.is_new else ():
             row.tiers[part.tier] = row.tiers.get(part.tier, 0) + min(left, len(part.card.tokens))
             left -= min(left, len(part.card.tokens))
         return True

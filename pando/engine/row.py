@@ -81,6 +81,12 @@ class Row:
         """Imported tokens that were there when they were first looked for."""
         return sum(self.found.values()) if self.found else 0
 
+    def lose(self, count: int, place: int) -> None:
+        """So many tokens do not come, and from this place on it computes. What is told of it is how it was when it was first admitted."""
+        if self.is_new:
+            self.cached = None if self.cached is None else self.cached - count
+            self.miss = Miss("lost", self.imported + place)
+
     def borrows(self, maker: "Row") -> list[Import]:
         """What it reads on its way, while another row brings it up."""
         name = maker.makes.name if maker.brings and maker.makes is not None else None

@@ -22,7 +22,6 @@ from .holding import Holding
 from .imports import Want
 from .makers import Makers
 from .misses import Misses
-from .request import Miss
 from .row import Copy, Row, Schedule
 from .turns import Turn, Turns, flying
 
@@ -219,12 +218,11 @@ class Scheduler:
 
     def _shun(self, row: Row) -> None:
         """What a row waits for does not come: it begins again in other pages, and computes."""
-        row.miss = Miss("lost", row.imported + row.settled)
+        row.lose(row.loaded, row.settled)
         if row.brings:
             self._make_instead(row).is_shunned = True
         else:
             row.is_shunned = True
-            row.cached = row.cached - row.loaded if row.cached is not None and row.is_new else row.cached
             self._preempt(row)
 
     def unload(self) -> None:

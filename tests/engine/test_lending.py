@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pando.engine.engine import Engine
 from pando.engine.request import Request, TokenEvent, Truncation
+from pando.engine.row import Schedule
 from pando.kv.run import Origin, Run
 from pando.model.load import Model
 from pando.store import transfer
@@ -19,7 +20,7 @@ from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader
 
 from ..tiny import drain, greedy, run, tiny_engine, tiny_model
-from .test_store import ENOUGH, LITTLE, Faulty, FaultyReader, engine_of, evict, whole, words
+from .test_store import ENOUGH, LITTLE, Faulty, FaultyReader, engine_of, evict, settled, whole, words
 
 LAYERS = 4
 OPENING = Run(tuple(words(1, 10)), 0, Origin((), 0))
@@ -350,6 +351,30 @@ def test_a_cut_conversation_is_read_on_its_way(model: Model) -> None:
     assert cuts >= 2
     whole(leaves)
     leaves.close()
+
+
+def test_what_is_lost_and_comes_again_while_a_row_waits_is_counted_once(model: Model, tmp_path: Path) -> None:
+    """Ctrl-C between the first of its modules and the last."""
+    asked = prompt("r", modules(0, 1))
+    engine = kept(model, "disk", tmp_path, [prompt("other", modules(0))])
+    engine.add(asked)
+    [row] = engine.answers
+    assert engine.step() == [] and row.cached is None and row.tiers == {"disk": row.had} and row.had >= 10, "the opening has come"
+    settled(engine)
+    get = engine.scheduler.next
+
+    def interrupted() -> Schedule:
+        engine.scheduler.next = get  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    engine.scheduler.next = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    [first, *rest] = drain(engine)["r", 0]
+    assert tokens([first, *rest]) == made_from_nothing(model, asked)
+    assert first.num_cached_tokens == sum(first.reuse.tiers.values()) == 10 + 13 + 8
+    whole(engine)
+    engine.close()
 
 
 class Known:

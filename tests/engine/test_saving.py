@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pando.engine.engine import Engine
-from pando.engine.request import Request
+from pando.engine.request import Miss, Request, TokenEvent
 from pando.engine.row import Schedule
 from pando.engine.sampler import Choices, Chosen
 from pando.model.load import Model
@@ -195,6 +195,49 @@ def test_a_step_that_fails_saves_nothing(model: Model, failure: type[BaseExcepti
     evict(engine)
     assert tokens_of(engine, prompt) == cold(model, prompt)
     nothing_remains(engine, saved=11)
+
+
+def test_what_a_row_saved_itself_and_loads_after_a_step_that_failed_is_not_counted_as_cached(model: Model) -> None:
+    engine, prompt = engine_of(model, None, host_gib=ENOUGH, max_num_batched_tokens=32, overlap=False), words(14, 60)
+    engine.add(Request("r", prompt, greedy(6)))
+    engine.step()
+    settled(engine)
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with at_layer(engine, 1, fail), pytest.raises(RuntimeError):
+        engine.step()
+    events = drain(engine)["r", 0]
+    assert store_of(engine).facts().loaded == {"host": 32}
+    assert [event.token for event in events] == cold(model, prompt)
+    assert (events[0].num_cached_tokens, events[0].reuse.tiers) == (0, {})
+    whole(engine)
+
+
+def test_what_is_lost_of_an_answer_that_had_begun_does_not_change_what_is_told_of_its_prompt(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH, overlap=False, cuda_graphs=False)
+    prompt, told = words(15, 21), list[TokenEvent]()
+    engine.add(Request("r", prompt, greedy(20)))
+    while len(told) < 12:
+        told += engine.step()
+    settled(engine)
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with at_layer(engine, 1, fail), pytest.raises(RuntimeError):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(store_of(engine).transfer.mover, "put", lambda *_: 1 / 0)
+        engine.step()
+    told += drain(engine)["r", 0]
+    assert store_of(engine).facts().lost == {"unreadable": 1}
+    assert [event.token for event in told] == cold(model, prompt, 20)
+    assert {(event.num_cached_tokens, event.reuse.miss) for event in told} == {(0, Miss("cold", 0))}
+    whole(engine)
 
 
 def test_a_step_whose_context_does_not_come_saves_nothing_and_is_done_again(model: Model, tmp_path: Path) -> None:
