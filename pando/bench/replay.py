@@ -227,7 +227,7 @@ class Replay:
         """How many steps can be taken at once: up to the next arrival and the next end of an answer, if all rows decode and no other can
         run."""
         scheduler = self.scheduler
-        full = len(scheduler.running) + len(scheduler.loading) >= scheduler.max_rows
+        full = scheduler.is_full
         if not scheduler.running:
             return 1
         for row in reversed(scheduler.running):  # those that came last compute their prompts

@@ -311,8 +311,17 @@ class Scheduler:
         """Is there nobody who would have to wait for what is on its way to another?"""
         return all(row.loads for row in self.running)
 
+    @property
+    def is_full(self) -> bool:
+        return len(self.running) + len(self.loading) >= self.max_rows and len(self._seated) >= self.max_rows
+
+    @property
+    def _seated(self) -> set[int]:
+        """Rows that have a place, by their arrivals: while others bring up what a row reads, it has one, and they have none beside it."""
+        return {row.arrival for row in (*self.running, *self.loading)}
+
     def _has_place(self, row: Row) -> bool:
-        return row.brings or len(self.running) + sum(not other.brings for other in self.loading) < self.max_rows
+        return row.brings or not self.is_full or row.arrival in self._seated
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""

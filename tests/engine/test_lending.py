@@ -186,6 +186,23 @@ def test_modules_on_their_way_hold_up_nobody_who_answers(model: Model, tmp_path:
     engine.close()
 
 
+def test_a_row_keeps_its_place_while_its_modules_come(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked], kv_cache_tokens=960, max_num_seqs=2)
+    gate, told = Gate(engine, 0), list[str]()
+    engine.add(Request("talks", words(2, 5), greedy(40)))
+    engine.step()
+    engine.add(asked)
+    engine.add(Request("later", words(3, 5), greedy(20)))
+    while len(told) < 8:
+        told += [event.request_id for event in engine.step()]
+    assert {*told} == {"talks"}, "two have a place"
+    gate.open()
+    assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_who_came_with_a_row_whose_context_is_below_does_not_wait_for_it(
