@@ -241,9 +241,9 @@ def test_an_eager_schema_is_encoded_before_the_answer_and_its_progress_is_seen(s
         posting = threading.Thread(target=lambda: replies.append(post(server, TOUR, query="?eager=true")))
         posting.start()
         wait_for(lambda: server.service.loop._engine.has_work)
-        looking = threading.Thread(target=lambda: seen.append(states(server)))
-        for _ in range(2):  # the opening is made first: whatever is encoded behind it waits
-            brake.let(1)
+        looking, steps = threading.Thread(target=lambda: seen.append(states(server))), server.service.loop._engine.steps
+        brake.let(2)  # the opening is made first: whatever is encoded behind it waits
+        wait_for(lambda: server.service.loop._engine.steps >= steps + 2)
         looking.start()
         _let_while(brake, looking)
         assert posting.is_alive() or replies
