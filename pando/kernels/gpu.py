@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from .gpu_hopper import BESIDE, Hopper, found
-from .gpu_tiles import LARGEST, LEAST_KEYS, LONE, Size, Tiles, keys_of, sizes, wide
+from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
 from .launch import Launches, power_of_two
 from .reads import Reads, joined
 from .reference import Geometry
@@ -63,7 +63,9 @@ class TritonLowering:
         if alone and tiles.launches[1] * geometry.kv_heads <= 2 * device.processors:  # each has the room to fetch further ahead
             self._small = self._small._replace(stages=3)
         if self._hopper is not None:
-            self._small = self._small._replace(warps=max(2, self._small.warps) if self._small != LONE else 1, registers=BESIDE)
+            self._small = self._small._replace(
+                warps=self._small.warps if self._small.heads > 1 else max(2, self._small.warps), registers=BESIDE
+            )
         self._room = {name: max(1, math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))

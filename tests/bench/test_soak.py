@@ -238,12 +238,12 @@ def test_the_command_starts_a_server_of_its_own_judges_it_and_stops_it(monkeypat
     file, sites = tmp_path / "soak.json", []
     true = soak.Soak
     monkeypatch.setattr(soak, "Soak", lambda site, *rest, **more: sites.append(site) or true(site, *rest, **more))
-    code = soak.main(["--random-weights", "--minutes", "0.05", "--seed", "1", "--json", str(file)])
+    code = soak.main(["--random-weights", "--minutes", "0.15", "--seed", "1", "--json", str(file)])
     found = json.loads(file.read_text(encoding="utf-8"))
     wrong = {check["case"] for check in found["checks"] if not check["met"]}
-    assert wrong <= CHANCE, capsys.readouterr().out  # chance, in three seconds
+    assert wrong <= CHANCE, capsys.readouterr().out  # chance, in nine seconds
     assert code == bool(wrong)
-    assert sum(found["sent"].values()) > 10 and found["samples"][0]["vitals"]["rss"]
+    assert found["sent"]["json"] and found["samples"][0]["vitals"]["rss"]
     with pytest.raises(ProcessLookupError):
         os.kill(sites[0].pid, 0)
 

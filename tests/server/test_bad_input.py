@@ -14,7 +14,6 @@ import pytest
 
 from pando.model.tokenizer import Tokenizer
 
-from .clients import wait_for
 from .live import Live, live
 
 GOOD = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -30,7 +29,9 @@ def server() -> Iterator[Live]:
         assert sum(thread.name.startswith("pando-") for thread in threading.enumerate()) <= 5  # the engine's, and four that tokenise
         assert '"level": "error"' not in server.log.getvalue()
         assert server.service._open == 0 and not server.service._tickets
-    wait_for(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT if thread.name.startswith("pando-") else 0)  # one that was told to end may need a moment
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")]
 
 
 @pytest.fixture(scope="module")
