@@ -222,7 +222,7 @@ class Engine:
             self.scheduler.wait()
             return torch.empty(0, self.model.config.vocab_size)
         batch = self.batcher.prepare(schedule, self._unread)
-        logits = self.graphs.forward(batch) if self.graphs is not None and not schedule.loads else None
+        logits = self.graphs.forward(batch, layered=bool(schedule.loads)) if self.graphs is not None else None
         if logits is None:
             self.pool.departure = schedule.departure  # what was captured has no moment between two layers
             logits = self.model.decoder.forward(self.batcher.step(batch), self.pool)

@@ -1,13 +1,15 @@
 """Steps of few tokens as captured graphs: on a GPU their kernels take less time than it takes to ask for them one by one.
 
 A graph is captured for so many tokens, rounded up, and for the kinds of launches that a plan wants; which tokens they are, and which plan,
-lies in buffers that stay. What is padded is written to a page that nobody reads, and reads nothing.
+lies in buffers that stay. What is padded is written to a page that nobody reads, and reads nothing. Where some of what is read is still on
+its way into the pool, there is a graph for each layer, and each waits for its own.
 """
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ class Kind(NamedTuple):
     tokens: int
     wanted: int
     launches: Hashable
+    layered: bool  # what it reads may come layer by layer
 
 
 class _Captured:
@@ -76,10 +79,10 @@ class Graphs:
         pool: PagePool,
         lower: Callable[[Reads, Tensor, float], Replaceable],
         launches: Callable[[Reads], Hashable],
-        capture: Callable[[Callable[[], Tensor]], Repeat],
+        capture: Callable[[Callable[[], Tensor], bool], Repeat],
     ) -> None:
         """`lower` makes a plan ready, with so much spare room; `launches` names what a graph of it could do; `capture` makes of something
-        that was done once what repeats it."""
+        that was done once what repeats it, at once or layer by layer."""
         self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
         self._captured: dict[Kind, _Captured] = {}
         self._met: Counter[Kind] = Counter()
@@ -88,7 +91,7 @@ class Graphs:
         self._broken = False
         self.captures = self.replays = 0
 
-    def forward(self, batch: Batch) -> Tensor | None:
+    def forward(self, batch: Batch, *, layered: bool = False) -> Tensor | None:
         """The logits of a step, if it is of a kind that was met before and is small enough."""
         count = len(batch.tokens)
         if self._broken or not count or count > SIZES[-1] or len(batch.wanted) == 0:
@@ -96,7 +99,7 @@ class Graphs:
         if batch.reads is not self._reads:
             self._reads, self._kind = batch.reads, self._launches(batch.reads)
         decodes = len(batch.wanted) == count
-        kind = Kind(_rounded(count, SIZES), _rounded(len(batch.wanted), SIZES if decodes else WANTED), self._kind)
+        kind = Kind(_rounded(count, SIZES), _rounded(len(batch.wanted), SIZES if decodes else WANTED), self._kind, layered)
         self._met[kind] += 1
         if self._met[kind] < (SEEN if decodes else SEEN_WITH_PROMPTS):
             return None
@@ -120,7 +123,7 @@ class Graphs:
             self.replays += 1
             return entry.repeat()
         logits = self._step(entry).clone()
-        entry.repeat = self._capture(lambda: self._step(entry))
+        entry.repeat = self._capture(lambda: self._step(entry), kind.layered)
         self._captured[kind] = entry
         self.captures += 1
         return logits
@@ -132,12 +135,31 @@ class Graphs:
         return self._decoder.forward(step, self._pool)
 
 
+class _Cuts:
+    """What is captured, cut where a layer is asked for."""
+
+    def __init__(self, memory: Any) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")  # other threads move pages meanwhile
+
+    def __exit__(self, *_: object) -> None:
+        self.graphs[-1].capture_end()
+
+    def wait(self, layer: int) -> None:
+        self.__exit__()
+        self.__enter__()
+
+
 def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     from ..kernels import gpu
     from ..kernels.gpu_tiles import sizes
 
     device, geometry = gpu.Device.of(pool.k.device), decoder.geometry
-    memory = torch.cuda.graph_pool_handle()
+    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.k.device)  # one: what a graph let go serves the next
 
     def lower(reads: Reads, positions: Tensor, spare: float) -> Replaceable:
         return gpu.TritonLowering(device, dtype, reads, positions, geometry, spare)
@@ -145,14 +167,24 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     def launches(reads: Reads) -> Hashable:
         return sizes(geometry, dtype, reads, device.processors), bool(reads.shifts.any())
 
-    def capture(work: Callable[[], Tensor]) -> Repeat:
+    def capture(work: Callable[[], Tensor], layered: bool) -> Repeat:
+        gc.collect()
         torch.cuda.synchronize(device.where)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # other threads move pages meanwhile
-            logits = work()
+        torch.cuda.empty_cache()
+        cuts, waited = _Cuts(memory), pool.arrivals
+        pool.arrivals = (cuts,) if layered else ()
+        try:
+            with torch.cuda.stream(stream), cuts:
+                logits = work()
+        finally:
+            pool.arrivals = waited
+        first, *layers = cuts.graphs
 
         def repeat() -> Tensor:
-            graph.replay()
+            first.replay()
+            for layer, graph in enumerate(layers):
+                pool.reach(layer)
+                graph.replay()
             return logits
 
         return repeat

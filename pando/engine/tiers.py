@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -34,6 +35,7 @@ _CPU = torch.device("cpu")
 BUFFER = 16  # pages that may be on their way out of the pool
 HOST_SHARE, HOST_MOST = 0.25, 16 * 2**30  # of the free memory, beside a GPU: pinning that much takes some seconds
 DISK_SHARE, DISK_MOST = 0.1, 32 * 2**30  # of the free space
+SWITCH = 0.0002  # seconds that one thread may keep Python from the others: the one that asks for copies must not wait for a plan
 GIB = 2**30
 
 
@@ -64,6 +66,8 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
         _enter(ledger, disk, page_bytes, time.time())
     sizes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items())
     log.info("cached context outlives the pool: %s%s", sizes, f" in {_directory(config)}" if disk is not None else "")
+    if model.device.type == "cuda":
+        sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
     transfer = Transfer(shape, packed, mover_of(pool, shape, packed), host, below, reserve=passing)
     if disk is None:
         return Store(transfer, ledger, below, buffer=BUFFER)

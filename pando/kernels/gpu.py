@@ -16,15 +16,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
+from . import triton_ops as ops
 from .gpu_hopper import BESIDE, Hopper, found
 from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
 from .launch import Launches, power_of_two
 from .reads import Reads, joined
 from .reference import Geometry
-from .rope import rotate, turns
+from .rope import turns
 
 LOG2_E = math.log2(math.e)
 ALONE_KEYS = 8  # that one query looks at together
+TURNED = 8  # heads that are turned again together
 MERGED = (2, 4, 16)  # parts looked at together: few kinds, since each is compiled
 FETCHERS = 32  # programs that fetch pages from host memory
 FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
@@ -78,6 +80,7 @@ class TritonLowering:
         self._launch = Launches()
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
         self._moves = self._room["moved"] if len(tiles.moved) else 0  # queries that are turned again, at most
+        self._turn: Tensor | None = None
         self._put(tiles)
         self.begin(positions)
 
@@ -118,13 +121,13 @@ class TritonLowering:
         )  # fmt: skip
         freqs = self._geometry.freqs
         if self._moves and freqs is not None:
-            self._moved = a["moved"][: self._moves].to(torch.int64)
-            self._turn = turns(self._positions[self._moved] - a["shifts"][: self._moves], freqs, self._geometry.factor)
+            moved = a["moved"][: self._moves].to(torch.int64)
+            self._turn = turns(self._positions[moved] - a["shifts"][: self._moves], freqs, self._geometry.factor)
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
         g, count = self._geometry, len(q)
-        if self._moves:
-            turned = torch.cat((turned, rotate(q[self._moved], self._turn)))
+        if self._moves and self._turn is not None:
+            turned = self._turn_again(q, turned, self._turn)
         turned = turned.contiguous()
         out = torch.empty(count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
         large, small, merged = self._grids
@@ -139,6 +142,17 @@ class TritonLowering:
         if merged:
             self._merge(out)
         return out
+
+    def _turn_again(self, q: Tensor, turned: Tensor, turn: Tensor) -> Tensor:
+        """Queries as they are turned for most, and behind them those of placements that are shifted."""
+        (count, heads, size), pairs = q.shape, turn.shape[-1]
+        both = torch.empty(count + self._moves, heads, size, dtype=q.dtype, device=q.device)
+        self._launch(
+            ops.turn_again, q.stride(0), (len(both), triton.cdiv(heads, TURNED)), q, turned, self._arrays["moved"],
+            torch.view_as_real(turn), both, count, q.stride(0), heads, size, pairs, power_of_two(triton.cdiv(size, 2)), TURNED,
+            self._device.overlaps, num_warps=2, **self._device.launch(),
+        )  # fmt: skip
+        return both
 
     def _look(
         self, size: Size, tiles: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, is_large: bool, early: bool, after: bool

@@ -145,3 +145,31 @@ def rotate_and_store(
         y = _in_8_bits(y.to(tl.float32))
     tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
     tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)
+
+
+@triton.jit(do_not_specialize=["count"])
+def turn_again(
+    q, turned, moved, turn, out, count, apart,
+    H: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one query: as it is turned for most of what it reads; or, behind all of these, for a placement that is shifted."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    item = tl.program_id(0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair, side = tl.arange(0, HALF), tl.arange(0, 2)
+    here = heads[:, None, None] * D + (2 * pair[:, None] + side[None, :])[None]  # [HEADS, HALF, 2]
+    real = (heads < H)[:, None, None] & (2 * pair[:, None] + side[None, :] < D)[None]
+    if item < count:
+        y = tl.load(turned + item.to(tl.int64) * (H * D) + here, mask=real)
+    else:
+        token = tl.load(moved + item - count).to(tl.int64)
+        x = tl.load(q + token * apart + here, mask=real, other=0.0)
+        angle = tl.load(turn + ((item - count) * PAIRS + pair)[:, None] * 2 + side[None, :], mask=(pair < PAIRS)[:, None], other=0.0)
+        a, b = tl.split(x.to(tl.float32))
+        cosine, sine = tl.split(angle)
+        moves = (pair < PAIRS)[None, :]
+        y = tl.join(tl.where(moves, a * cosine[None] - b * sine[None], a), tl.where(moves, a * sine[None] + b * cosine[None], b)).to(
+            x.dtype
+        )
+    tl.store(out + item.to(tl.int64) * (H * D) + here, y, mask=real)

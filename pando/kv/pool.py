@@ -11,8 +11,8 @@ from .pages import Pages
 
 
 class Arrival(Protocol):
-    def wait(self, layer: int) -> None:
-        """Until that layer is there."""
+    def wait(self, layer: int) -> "torch.cuda.Event | None":
+        """Until that layer is there; or, on a GPU, until it is known with what event it will be."""
         ...
 
 
@@ -37,11 +37,16 @@ class PagePool:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """To be asked for when those before it are computed."""
-        if self.departure is not None:
-            self.departure.computed(index)
-        for arrival in self.arrivals:
-            arrival.wait(index)
+        self.reach(index)
         return self.k[index], self.v[index]
+
+    def reach(self, layer: int) -> None:
+        """Those before it are computed, and it is there for whatever is asked of the device from now on."""
+        if self.departure is not None:
+            self.departure.computed(layer)
+        for event in {arrival.wait(layer) for arrival in self.arrivals}:  # what comes together has one event
+            if event is not None:
+                event.wait()
 
     @property
     def nbytes(self) -> int:

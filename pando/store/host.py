@@ -14,8 +14,8 @@ SLAB = 256 * 2**20  # bytes that are taken at a time, when they are first needed
 
 
 class _Kept:
-    def __init__(self, card: Card, slot: int) -> None:
-        self.card, self.slot = card, slot
+    def __init__(self, card: Card, slot: int, payload: Tensor) -> None:
+        self.card, self.slot, self.payload = card, slot, payload
         self.readers = 0
         self.dropped = False  # its slot is free when the last reader is done
 
@@ -23,9 +23,8 @@ class _Kept:
 class HostReader:
     """A page that stays where it is until this is closed. `payload` is the slot itself, for those who copy from it: [L, layer_bytes]."""
 
-    def __init__(self, tier: "HostTier", kept: _Kept, payload: Tensor) -> None:
-        self.card = kept.card
-        self.payload = payload
+    def __init__(self, tier: "HostTier", kept: _Kept) -> None:
+        self.card, self.payload = kept.card, kept.payload
         self._tier = tier
         self._kept: _Kept | None = kept
 
@@ -79,7 +78,7 @@ class HostTier:
             if (kept := self._kept.get(key)) is None:
                 raise Lost("absent")
             kept.readers += 1
-            return HostReader(self, kept, self._slot(kept.slot))
+            return HostReader(self, kept)
 
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
         slot = self.begin(card)
@@ -141,7 +140,8 @@ class HostTier:
     def commit(self, card: Card) -> None:
         """The page is written: from now on it is found."""
         with self._lock:
-            self._kept[card.key] = _Kept(card, self._begun.pop(card.key))
+            slot = self._begun.pop(card.key)
+            self._kept[card.key] = _Kept(card, slot, self._slot(slot))
             if len(card.tokens) < self._shape.page_size:
                 remember_end(self._ends, card)
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..kv.segment import Key, page_key
 from ..kv.stem import Stem
 from .tier import Card, Lost
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Part(NamedTuple):
@@ -63,8 +66,8 @@ class Loading(Protocol):
         """Those that came, from the first on; known when it is done."""
         ...
 
-    def wait(self, layer: int) -> None:
-        """Until a layer of all pages is there; raises Lost."""
+    def wait(self, layer: int) -> "torch.cuda.Event | None":
+        """Until a layer of all pages is there, or will be with the event; raises Lost."""
         ...
 
     @property

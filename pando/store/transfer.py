@@ -7,7 +7,7 @@ file passes through host memory and stays there.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -46,17 +46,17 @@ class Load:
         """Those that came, from the first on; known when it is done."""
         return self.parts[: self._good]
 
-    def wait(self, layer: int) -> None:
-        """Until a layer of all pages is in the pool; raises Lost where one of them will not come."""
+    def wait(self, layer: int) -> "torch.cuda.Event | None":
+        """Until a layer of all pages is in the pool, or will be with the event; raises Lost where one of them will not come."""
+        if self.lost is None and len(self._layers) > layer:
+            return self._layers[layer]
         with self._changed:
             self._changed.wait_for(lambda: len(self._layers) > layer or self._ended or self.lost, LATE)
             if self.lost is None and len(self._layers) <= layer:
                 self.lost, self.late = Lost("late", f"layer {layer} did not come within {LATE:g} s"), True
         if self.lost is not None:
             raise self.lost
-        event = self._layers[layer]
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        return self._layers[layer]
 
     def finish(self) -> bool:
         with self._changed:
@@ -125,7 +125,7 @@ class Transfer:
         sources: list[tuple[Part, _Source]] = []
         for place, part in enumerate(load.parts):
             try:
-                sources.append((part, stack.enter_context(self._source(part))))
+                sources.append((part, self._source(part, stack)))
             except Lost as lost:
                 load.cut(place, lost)
                 break
@@ -168,16 +168,17 @@ class Transfer:
         finally:
             reader.close()
 
+    def _source(self, part: Part, stack: ExitStack) -> "_Source":
+        try:
+            reader = self.host.open(part.card.key)  # it may be there by now
+        except Lost:
+            return stack.enter_context(self._from_below(part))
+        stack.callback(reader.close)
+        return _Slot(reader)
+
     @contextmanager
-    def _source(self, part: Part) -> "Iterator[_Source]":
+    def _from_below(self, part: Part) -> "Iterator[_Source]":
         size = self.codec.layer_bytes(self.shape, len(part.card.tokens))
-        with suppress(Lost):  # it may be in host memory by now
-            reader = self.host.open(part.card.key)
-            try:
-                yield _Slot(reader)
-                return
-            finally:
-                reader.close()
         below = self._found_below(part)
         try:
             if len(below.card.tokens) != len(part.card.tokens):

@@ -13,6 +13,9 @@ from pando.kernels import reference
 from pando.kernels.reads import Reads
 from pando.kernels.reference import Geometry
 from pando.model.load import Model
+from pando.store.speeds import Speeds
+from pando.store.transfer import Load
+from tests.engine.test_store import evict
 from tests.tiny import greedy, run, tiny_engine, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlap")]
@@ -42,7 +45,11 @@ def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda read
     pool, decoder = engine.pool, engine.model.decoder
     page = torch.full((pool.k.shape[0], pool.page_size, *pool.k.shape[2:]), float("nan"))  # whoever reads what pads a step will know
     pool.k, pool.v = torch.cat((pool.k, page), dim=1), torch.cat((pool.v, page), dim=1)
-    engine.graphs = Graphs(decoder, pool, lambda reads, at, spare: Slow(decoder.geometry, reads, at, spare), launches, lambda work: work)
+    if engine.store is not None:
+        moved = engine.store.transfer
+        moved.mover.__init__(pool, moved.shape, moved.codec)  # type: ignore[misc]
+    lower = lambda reads, at, spare: Slow(decoder.geometry, reads, at, spare)  # noqa: E731
+    engine.graphs = Graphs(decoder, pool, lower, launches, lambda work, layered: work)
     return engine.graphs
 
 
@@ -91,7 +98,7 @@ def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, cap
     engine = tiny_engine(model)
     graphs = captured(engine)
 
-    def broken(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def broken(work: Callable[[], Tensor], layered: bool) -> Callable[[], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     graphs._capture = broken
@@ -99,6 +106,49 @@ def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, cap
     assert [e.token for e in run(engine, [Request("r", prompt(1, 20), greedy(8))])["r", 0]] == [e.token for e in expected]
     assert [record.message for record in caplog.records if "captured" in record.message] != []
     assert len([record for record in caplog.records if "captured" in record.message]) == 1
+
+
+def returning(engine: Engine, times: int) -> list[list[int]]:
+    """A conversation that has left the pool each time it goes on."""
+    answers = []
+    for turn in range(times):
+        answers.append([event.token for event in run(engine, [Request(str(turn), [*prompt(1, 64), turn], greedy(3))])[str(turn), 0]])
+        evict(engine)
+        engine.pool.k.fill_(float("nan"))  # who does not wait will know
+        engine.pool.v.fill_(float("nan"))
+    return answers
+
+
+def expected(model: Model, times: int, **options: object) -> list[list[int]]:
+    asked = [Request(str(turn), [*prompt(1, 64), turn], greedy(3)) for turn in range(times)]
+    return [[event.token for event in run(tiny_engine(model, prefix_caching=False, **options), [one])[one.request_id, 0]] for one in asked]
+
+
+def test_a_captured_step_waits_for_each_layer_that_is_on_its_way(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    engine = tiny_engine(model, host_gib=0.01)
+    graphs, waited = captured(engine), list[int]()
+    plain = Load.wait
+
+    def wait(self: Load, layer: int) -> "torch.cuda.Event | None":
+        waited.append(layer)
+        return plain(self, layer)
+
+    monkeypatch.setattr(Load, "wait", wait)
+    times = SEEN_WITH_PROMPTS + 3
+    assert returning(engine, times) == expected(model, times)
+    assert [kind.layered for kind in graphs._captured].count(True) == 1
+    assert waited == [*range(model.config.layers)] * (times - 1), "once for each turn but the first"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")
+def test_on_a_gpu_what_is_read_on_its_way_is_captured_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    model = tiny_model(size=64, layers=4, device=torch.device("cuda"))
+    options, times = {"page_size": 16, "kv_cache_tokens": 16384}, SEEN_WITH_PROMPTS + 6
+    engine = tiny_engine(model, host_gib=0.05, **options)
+    assert returning(engine, times) == expected(model, times, **options)
+    assert engine.graphs is not None and [kind.layered for kind in engine.graphs._captured].count(True) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")

@@ -116,7 +116,7 @@ class Trial:
         runs: dict[str, Callable[[], float]] = {COLD: self._cold, POOL: self._pool, HOST: self._host}
         on_gpu = self.llm.engine.model.device.type == "cuda"
         interleave(runs, WARMED if on_gpu else 1)
-        interleave({POOL: self._pool}, SEEN_WITH_PROMPTS if on_gpu else 0)  # until its steps are captured
+        interleave({POOL: self._pool, HOST: self._host}, SEEN_WITH_PROMPTS if on_gpu else 0)  # until their steps are captured
         return interleave(runs, repeats)
 
     def _cold(self) -> float:
