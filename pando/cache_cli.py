@@ -122,9 +122,11 @@ def _purge(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, 
     before = folder.index.size()
     if arguments.all:
         names = list(folder.files())  # also those that no index can have
+        folder.forget()
     else:
         where, values = _condition(arguments, config, now)
         names = [(entry.shape, entry.key) for entry in folder.entries(where, values)]
+        folder.forget(where, values)
     removed = folder.purge(names)
     size = before - folder.index.size()
     return 0, {"pages": removed, "bytes": size}, [f"removed {removed} pages, {size_of(size)}"]

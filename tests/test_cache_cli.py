@@ -227,6 +227,26 @@ def test_everything_is_purged_even_what_no_index_has(disk, told, tmp_path):
     assert [path for path in (tmp_path / "home/store").rglob("*") if len(path.name) == 64] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--tenant", "mine"], "yours"),
+        (["--tag", tenant_tag(b"mine").hex()[:12]], "yours"),
+        (["--older-than", "5d"], "yours"),
+        (["--all"], ""),
+    ],
+)
+def test_what_was_noted_goes_with_the_pages_and_does_not_count_as_any(disk, clock, told, pando, words, left):
+    names = dict(zip(("mine", "yours"), keys(chain(2)), strict=True))
+    for name, key in names.items():
+        disk.note(key, tenant_tag(name.encode()), name.encode(), 0.0)
+        clock.now += 6 * DAY
+    clock.now -= 3 * DAY
+    assert told("ls")["conversations"] == [] and told("verify")["pages"] == told("stat")["pages"] == 0
+    assert told("purge", *words)["pages"] == 0
+    assert disk.notes([*names.values()], 0.0) == ({names[left]: left.encode()} if left else {})
+
+
 def test_nothing_of_a_purged_tenant_stays_in_the_index(disk, told, tmp_path):
     words = tuple(range(7_000_001, 7_000_009))
     secret = card()._replace(tokens=words, tenant=tenant_tag(b"mine"), key=hashlib.sha256(b"secret").digest())

@@ -9,10 +9,9 @@ to catch up with, and here several.
 import gc
 import heapq
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ..engine.imports import pages_of, wants
@@ -33,6 +32,7 @@ ROOT = root_key(b"simulated", b"")
 HOME = Lineage.of(ROOT)
 PARAMS = SamplingParams()  # nothing is drawn
 TRIES = 100  # steps in which nobody could run, although nothing is on its way
+COPIES = 8  # objects of the same number: lists of a single one are slow to copy, since each place counts its references behind the other
 UNSURE = 16  # steps after which it is looked again whether a row that waits could run
 
 
@@ -102,10 +102,8 @@ class _Asked:
     number: int  # of the turn
     arrived: float
     token: int  # all that it says
-    answer: int  # tokens that it says
-    said: int = 0  # of them
-    ahead: int = 0  # and so many that its row has, and has not computed yet
     began: float | None = None  # when something was first done for it
+    is_served: bool = False  # its first token is there
 
 
 class Replay:
@@ -154,7 +152,7 @@ class Replay:
         row = self._row([*said, (token, turn.new)], answer, number)
         if self.scheduler.pages.needed(row.last) > self.scheduler.pages.count:
             raise InvalidOption(f"a request of {row.last} tokens does not fit a pool of {self.machine.pool}; simulate a larger machine")
-        self._asked[row] = _Asked(number, place, arrival, token, answer)
+        self._asked[row] = _Asked(number, place, arrival, token)
         self.scheduler.add([row])
 
     def _token(self, piece: Key | None) -> int:
@@ -165,38 +163,34 @@ class Replay:
 
     def _row(self, said: Sequence[tuple[int, int]], answer: int, number: int) -> Row:
         """Of a prompt: tokens, and how often each is said."""
-        prompt = [token for token, times in said for token in repeat(token, times)]
-        row = self._cut(prompt, answer)
-        if row is not None:
-            return row
-        row = Row("", 0, prompt, PARAMS, 0, HOME, len(prompt) + answer, ROOT)
-        before, keys = self._keys.get(number, (None, row.keys))
-        if before == prompt[0]:  # it begins with all that was said before, whose keys are known
-            row.keys = keys
-        self._keys[number] = prompt[0], row.keys
+        prompt: list[int] = []
+        for token, times in said:
+            copies = [token + 0 for _ in range(COPIES)]
+            prompt += (copies * -(-times // COPIES))[:times]
+        before, keys = self._keys.get(number, (None, []))
+        if before != prompt[0]:  # otherwise it begins with all that was said before, whose keys are known
+            keys = []
+        self._keys[number] = prompt[0], keys
         if self.store is not None:
-            tokens = array("i")
-            for token, times in said:
-                tokens += array("i", (token,)) * times
-            extend_keys(row.keys, HOME, tokens, self.machine.page)
-        return row
+            extend_keys(keys, HOME, prompt, self.machine.page)
+        return self._cut(prompt, answer, keys) or Row("", 0, prompt, PARAMS, 0, HOME, len(prompt) + answer, ROOT, keys=keys)
 
-    def _cut(self, prompt: list[int], answer: int) -> Row | None:
+    def _cut(self, prompt: list[int], answer: int, keys: list[Key]) -> Row | None:
         """What is left of a prompt that does not fit the window."""
         if self.machine.window is None or len(prompt) + answer <= self.machine.window:
             return None
         asked = Request("", prompt, SamplingParams(max_tokens=answer), truncation=Truncation())
-        cut = self._truncations.cut(asked, HOME)
+        cut = self._truncations.cut(asked, HOME, keys)
         if cut is None:
             return None
         pages = self.scheduler.pages
-        own = len(cut.layout.left(prompt)) - cut.layout.placed
+        own = len(prompt) - sum(stop - start for start, stop in cut.layout.dropped) - cut.layout.placed
         if pages_of(cut.layout.runs, pages) + pages.needed(own + answer) > pages.count:
             cut = cut.computed("pool")
-        self._truncations.remember(prompt, cut.layout, HOME)
+        self._truncations.remember(prompt, cut.layout, HOME, keys)
         asked = cut.request(asked)
         runs = [run for run in asked.runs if len(run)]
-        before = [token for run in runs for token in run.tokens]
+        before = list(chain.from_iterable(run.tokens for run in runs))
         at = runs[-1].end if runs else 0
         lineage = Lineage.of(Origin(tuple(in_place(runs)), at).key(ROOT)) if runs else HOME
         row = Row("", 0, [*before, *asked.prompt], asked.params, 0, lineage, len(asked.prompt) + answer, ROOT, imported=len(before))
@@ -230,9 +224,12 @@ class Replay:
         full = scheduler.is_full
         if not scheduler.running:
             return 1
+        most = ENDLESS
         for row in reversed(scheduler.running):  # those that came last compute their prompts
-            if row.computed < len(row.tokens) - 1 or row.makes is not None:
+            said = len(row.tokens)
+            if row.computed < said - 1 or row.makes is not None:
                 return 1
+            most = min(most, row.last - said)
         if any(all(load.done for load in row.loads) for row in scheduler.loading) or (
             scheduler.waiting and not full and not self._hopeless
         ):
@@ -240,7 +237,6 @@ class Replay:
         then = self._arrivals[0][0] if self._arrivals else math.inf
         if scheduler.loading and self.store is not None:
             then = min(then, self.store.loads_end)
-        most = min(asked.answer - asked.said for asked in map(self._asked.__getitem__, scheduler.running))
         if then < math.inf:
             most = min(most, math.ceil((then - self.clock.now) / self.machine.step))
         if scheduler.waiting and not full:
@@ -251,9 +247,7 @@ class Replay:
         scheduler, more = self.scheduler, steps - 1
         decoding, before = list(scheduler.running) if more else [], len(scheduler.running) + len(scheduler.loading)
         for row in decoding:
-            asked = self._asked[row]
-            asked.ahead = more
-            row.tokens += [asked.token] * more
+            row.tokens += [self._asked[row].token] * more
         if more:
             scheduler.retract()  # they do not go on by a token, as before
         scheduler.budget = steps * len(decoding) if more else self.machine.budget
@@ -261,7 +255,6 @@ class Replay:
         going = set(schedule.rows) if more else ()
         for row in decoding:
             if row not in going:  # it had to stop
-                self._asked[row].ahead = 0
                 del row.tokens[-more:]
                 del row.keys[len(row.tokens) // self.machine.page :]
         self._hopeless = not more and len(scheduler.running) + len(scheduler.loading) <= before
@@ -312,14 +305,13 @@ class Replay:
     def _say(self, rows: Sequence[Row]) -> None:
         """Those that have caught up get their next tokens."""
         for row in rows:
-            if row.makes is not None or row.computed < len(row.tokens):
+            said = len(row.tokens)
+            if row.makes is not None or row.computed < said:
                 continue
             asked = self._asked[row]
-            if not asked.said:
+            if not asked.is_served:
                 self._serve(row, asked)
-            asked.said += asked.ahead + 1
-            asked.ahead = 0
-            if asked.said < asked.answer:
+            if said + 1 < row.last:
                 row.tokens.append(asked.token)
             else:
                 self._end(row, asked)
@@ -335,6 +327,7 @@ class Replay:
 
     def _serve(self, row: Row, asked: _Asked) -> None:
         assert row.cached is not None and asked.began is not None
+        asked.is_served = True
         host, disk = row.tiers.get(HOST, 0), row.tiers.get(DISK, 0)
         prompt, turn = len(row.prompt), self._turn(asked)
         times = asked.began - asked.arrived, self.clock.now - asked.began

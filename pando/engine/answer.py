@@ -68,7 +68,8 @@ class Answer:
         if chosen.top is not None:
             logprobs = {token: Logprob(value, rank, self._tokenizer.token_text(token)) for token, value, rank in chosen.top}
         if self._reuse.device != cached or self._reuse.miss is not row.miss or self._reuse.tiers is not row.tiers:
-            self._reuse = Reuse(cached, row.miss, self._modules, self._repaired, row.tiers, row.truncated)
+            held = min(self._modules, row.held)
+            self._reuse = Reuse(cached, row.miss, self._modules, held, self._repaired, row.tiers, row.truncated)
         return TokenEvent(
             row.request_id,
             row.index,

@@ -14,6 +14,7 @@ from ..store.tier import Card
 from .imports import Want, wants
 from .row import Row, Schedule
 
+PAUSE = 0.02  # seconds for which nothing is asked of an engine that has nothing to do but to wait
 WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for
 
 
@@ -112,6 +113,14 @@ class Below:
         filled = row.pages[start : start + count]
         self.limbo.append((load, filled))
         return filled
+
+    def wait(self, wanted: Sequence[Loading]) -> None:
+        """Until the first of what is wanted has come up. If there is nothing: for pages that are filled for nobody, and not for long, since
+        nobody knows how long that takes."""
+        for load in wanted[:1]:
+            load.finish()
+        for load, _ in () if wanted else self.limbo[:1]:
+            load.ends_within(PAUSE)
 
     def returned(self) -> list[int]:
         """Pages that nobody fills any more."""

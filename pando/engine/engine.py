@@ -75,7 +75,7 @@ class Engine:
             lower,
             cost=chosen_cost(model, config.attention, Shelf.of_user().home / "costs"),
         )
-        seen = self.store.name if self.store is not None else None
+        seen = self.store.tags.name if self.store is not None else None
         self.admission = Admission(model, self.pages, self.max_len, config, self._alive, seen)
         self.truncations = Truncations(self.tree, self.scheduler.below, self.max_len, self.scheduler.clock, self.admission.cannot_move)
         captures = config.cuda_graphs and lower is not None and model.device.type == "cuda"
@@ -121,8 +121,8 @@ class Engine:
             self._queue(self.admission.rows(request))
             return
         self.admission.check_tokens(request.prompt)
-        home = self.admission.lineage(request.tenant, request.public)
-        cut = self.truncations.cut(request, home)
+        home, keys = self.admission.lineage(request.tenant, request.public), list[Key]()
+        cut = self.truncations.cut(request, home, keys)
         if cut is None:
             self._queue(self.admission.rows(request))
             return
@@ -135,7 +135,7 @@ class Engine:
             rows = self.admission.rows(cut.request(request), cut)
         self._queue(rows)
         if request.truncation is not None:
-            self.truncations.remember(request.prompt, cut.layout, home)
+            self.truncations.remember(request.prompt, cut.layout, home, keys)
 
     def _queue(self, rows: Sequence[Row]) -> None:
         for row in rows:

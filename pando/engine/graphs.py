@@ -59,6 +59,14 @@ class _Captured:
         self.reads: Reads | None = None
         self.repeat: Repeat | None = None
 
+    def takes(self, reads: Reads, count: int) -> bool:
+        """Can its graph read this, too?"""
+        if reads is self.reads:
+            return True
+        fits = self.lowering is not None and self.lowering.replace(reads, count)
+        self.reads = reads if fits else self.reads
+        return fits
+
     def fill(self, batch: Batch, scratch: int) -> None:
         """One copy for all of them."""
         host = np.zeros(self.numbers.shape, dtype=np.int64)
@@ -112,19 +120,17 @@ class Graphs:
             return None
 
     def _run(self, kind: Kind, batch: Batch) -> Tensor:
-        entry = self._captured.get(kind) or _Captured(kind, self._pool.k.device)
-        entry.fill(batch, self._pool.scratch)
-        if entry.reads is not batch.reads:
-            entry.reads = batch.reads
-            if entry.lowering is None or not entry.lowering.replace(batch.reads, kind.tokens):
-                entry.repeat = None
-                entry.lowering = self._lower(batch.reads, entry.positions, SPARE)
-        if entry.repeat is not None:
+        entry = self._captured.get(kind)
+        if entry is not None and entry.repeat is not None and entry.takes(batch.reads, kind.tokens):
+            entry.fill(batch, self._pool.scratch)
             self.replays += 1
             return entry.repeat()
+        entry = _Captured(kind, self._pool.k.device)
+        entry.fill(batch, self._pool.scratch)
+        entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE)
         logits = self._step(entry).clone()
         entry.repeat = self._capture(lambda: self._step(entry), kind.layered)
-        self._captured[kind] = entry
+        self._captured[kind] = entry  # the one before goes only now: memory that no graph holds cannot be captured into again
         self.captures += 1
         return logits
 

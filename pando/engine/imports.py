@@ -49,8 +49,8 @@ class Want:
 
     @property
     def name(self) -> tuple[Key, bytes]:
-        """Equal for equal states."""
-        return self.lineage.root + self.lineage.owner, self.run.digest
+        """Equal for equal states, wherever they are read."""
+        return self.lineage.root + self.lineage.owner, self.run.tokens_digest
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ class Makers:
         self._arrivals = arrivals
         self._tree, self._waiting, self._running, self._loading, self._page_size = tree, waiting, running, loading, tree.page_size
         self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
+        self._lacking: dict[tuple[Key, bytes], dict[Row, None]] = {}  # rows to be told of what comes, by its name: of thousands, a few
 
     def __len__(self) -> int:
         return len(self._making)
@@ -33,9 +34,10 @@ class Makers:
         return self._making.get(name)
 
     def forget(self, row: Row) -> None:
-        """A row that is gone, if it made something."""
+        """A row that is gone: what it made, and what it waited for."""
         if row.makes is not None:
             self._making.pop(row.makes.name, None)
+        self._tell_no_more(row)
 
     def gather(self, row: Row, below: Below | None, now: float, *, alone: bool) -> list[Row] | None:
         """Finds what stands before a row's tokens. Where something is missing, answers the rows that will make it, but for those that are
@@ -50,7 +52,10 @@ class Makers:
         row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
         missing = [want for want, each in zip(row.wants, found, strict=True) if each is None]
         if row.found is None:
-            row.found = {each.want: len(each.want) for each in row.imports}
+            first = {want.name: want for want in reversed(missing)}  # one that stands there twice is made once, and then found
+            again = {want: len(want) for want in missing if first[want.name] is not want}
+            row.found = {each.want: len(each.want) for each in row.imports} | again
+            self._tell(row, missing)
             row.miss = self.miss(row, missing[0]) if missing else row.miss
         row.awaits = missing[-1].name if missing else None
         return self._for_row(row, missing, below, now) if missing else None
@@ -83,6 +88,7 @@ class Makers:
 
     def lend(self, row: Row) -> None:
         """A row that is placed reads what it lacks on its way. That counts as found."""
+        self._tell_no_more(row)
         for want in _lacking(row):
             maker = self._making[want.name]
             assert maker.stem is not None
@@ -113,9 +119,10 @@ class Makers:
         """A row waits again for what did not come, and for what it borrows beside it: as if it had not counted on that."""
         if row.is_new and row.found is not None:
             beside = [each.want for each in row.imports if each.load is not None]
-            row.cached, row.tiers = None, {}
+            row.cached, row.tiers, row.raised = None, {}, 0
             for want in (*failed, *beside):
                 row.found.pop(want, None)
+            self._tell(row, [want for want in row.wants if want not in row.found])
             cold = self.miss(row, failed[0])
             row.miss = Miss("lost", cold.token) if is_lost else row.miss or cold
 
@@ -123,13 +130,24 @@ class Makers:
         """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
         assert maker.makes is not None
         name, found = maker.makes.name, (maker.cached or 0) - maker.had - (len(maker.tokens) - len(maker.makes.run))
-        for row in self._waiting if found > 0 else ():
-            for want in [want for want in row.wants if want.name == name] if row.found is not None and row.cached is None else []:
+        for row in self._lacking.get(name, ()) if found > 0 else ():
+            for want in [want for want in row.wants if want.name == name]:
                 if self._count(row, want, min(found, len(want))):
-                    _count_tiers(row, min(found, len(want)), maker.tiers)
+                    _count_tiers(row, want, found, maker.tiers)
         for row in self.borrowers(maker):
             for each in [each for each in row.borrows(maker) if each.counts]:
-                _count_tiers(row, min(found, len(each.want)), maker.tiers)
+                _count_tiers(row, each.want, found, maker.tiers)
+
+    def _tell(self, row: Row, wants: Sequence[Want]) -> None:
+        """A row that was not placed yet is told of each of these when it is made or brought up, whoever asked for it."""
+        for want in wants:
+            self._lacking.setdefault(want.name, {})[row] = None
+
+    def _tell_no_more(self, row: Row) -> None:
+        for name in {want.name for want in row.wants} & self._lacking.keys():
+            self._lacking[name].pop(row, None)
+            if not self._lacking[name]:
+                del self._lacking[name]
 
     def _count(self, row: Row, want: Want, came: int) -> bool:
         """Says whether it was not counted before: what a row has found may go and come while it waits."""
@@ -171,6 +189,7 @@ class Makers:
             maker.at, maker.wants = want.origin.start, wants(tenant, want.origin.context, self._page_size, makes=True)
             maker.awaits = maker.wants[-1].name if maker.wants else None
         self._making[want.name] = maker
+        self._tell(maker, maker.wants)
         return maker
 
 
@@ -179,7 +198,10 @@ def _lacking(row: Row) -> list[Want]:
     return [want for want in row.wants if want not in found] if len(row.imports) < len(row.wants) else []
 
 
-def _count_tiers(row: Row, came: int, tiers: Mapping[str, int]) -> None:
+def _count_tiers(row: Row, want: Want, found: int, tiers: Mapping[str, int]) -> None:
+    left = min(found, len(want))
     for tier, count in tiers.items():
-        row.tiers[tier] = row.tiers.get(tier, 0) + min(came, count)
-        came -= min(came, count)
+        came = min(left, count)
+        row.tiers[tier] = row.tiers.get(tier, 0) + came
+        row.raised += 0 if want.exact else came
+        left -= came

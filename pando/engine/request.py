@@ -212,6 +212,7 @@ class Reuse:
     device: int = 0
     miss: Miss | None = None
     modules: int = 0  # of the prompt's tokens, so many had been encoded in another context: the answer is an approximation
+    held: int = 0  # so many of these were in the pool
     repaired: int = 0  # so many more had been, and were computed again
     tiers: Mapping[str, int] = field(default_factory=dict)  # of the tokens, so many came from each tier below the device
     truncated: Truncated | None = None

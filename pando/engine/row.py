@@ -59,6 +59,7 @@ class Row:
     is_shunned: bool = False  # they did not come: it is computed
     is_suspect: bool = False  # what it computed is no number
     tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
+    raised: int = 0  # of those, tokens that were encoded behind something else than what stands before them here
     repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
     _view: RowView | None = field(default=None, init=False, repr=False)
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
@@ -81,6 +82,11 @@ class Row:
         """Imported tokens that were there when they were first looked for."""
         return sum(self.found.values()) if self.found else 0
 
+    @property
+    def held(self) -> int:
+        """Tokens encoded behind something else that were in the pool then."""
+        return sum(count for want, count in (self.found or {}).items() if not want.exact) - self.raised
+
     def lose(self, count: int, place: int) -> None:
         """So many tokens do not come, and from this place on it computes. What is told of it is how it was when it was first admitted."""
         if self.is_new:
@@ -89,8 +95,8 @@ class Row:
 
     def borrows(self, maker: "Row") -> list[Import]:
         """What it reads on its way, while another row brings it up."""
-        name = maker.makes.name if maker.brings and maker.makes is not None else None
-        return [found for found in self.imports if found.load is not None and found.want.name == name]
+        lent = [found for found in self.imports if found.load is not None] if maker.brings else []
+        return [found for found in lent if maker.makes is not None and found.want.name == maker.makes.name]
 
     def view(self, page_size: int) -> RowView:
         """As the plan sees it: the same object until what it reads is another."""

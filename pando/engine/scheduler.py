@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..kv.pages import Pages
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
-from ..store.keeper import Keeper
+from ..store.keeper import Keeper, Loading
 from .below import Below
 from .holding import Holding
 from .imports import Want
@@ -161,18 +161,19 @@ class Scheduler:
         copies: list[Copy] = []
         if not pressed:
             self._admit(budget, turns, copies)
-        self._hold_up_nobody(turns)
+        loads = self._hold_up_nobody(turns)
         if before is not None and not turns:
             return None
-        return self._turns.make([turns[row] for row in self.running if row in turns], copies)
+        return self._turns.make([turns[row] for row in self.running if row in turns], copies, loads)
 
-    def _hold_up_nobody(self, turns: dict[Row, Turn]) -> None:
-        """Rows whose context is on its way wait for it beside the step, if there are others in it."""
-        early = [row for row in turns if row.loads]
+    def _hold_up_nobody(self, turns: dict[Row, Turn]) -> list[Loading]:
+        """Rows whose context is on its way wait for it beside the step, if there are others in it. Answers what the step waits for."""
+        early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
         for row in early if len(early) < len(turns) else ():
             del turns[row]
             self.running.remove(row)
             self.loading.append(row)
+        return list(dict.fromkeys(load for row, loads in early.items() if row in turns for load in loads))
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
@@ -212,9 +213,9 @@ class Scheduler:
         return maker
 
     def wait(self) -> None:
-        """Nobody can run before something has come up."""
-        for load in [load for row in self.loading for load in row.loads][:1]:
-            load.finish()
+        """Nobody can run before something has come up, or has given back the pages that it still fills for nobody."""
+        if self.below is not None:
+            self.below.wait([load for row in self.loading for load in row.loads])
 
     def _shun(self, row: Row) -> None:
         """What a row waits for does not come: it begins again in other pages, and computes."""
@@ -240,8 +241,7 @@ class Scheduler:
         self.below.store.go()
         for row in [row for row in (*self.running, *self.loading) if row.load is not None]:
             self._preempt(row)
-        for load, _ in self.below.limbo:
-            load.finish()
+        all(load.finish() for load, _ in self.below.limbo)  # those behind one that does not end wait for it, too
         self.tend()
         self.below.close()
         self._holding.below = None
@@ -313,7 +313,7 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        return len(self.running) + len(self.loading) >= self.max_rows and len(self._seated) >= self.max_rows
+        return len(self._seated) >= self.max_rows
 
     @property
     def _seated(self) -> set[int]:
@@ -321,7 +321,7 @@ class Scheduler:
         return {row.arrival for row in (*self.running, *self.loading)}
 
     def _has_place(self, row: Row) -> bool:
-        return row.brings or not self.is_full or row.arrival in self._seated
+        return row.brings or len(seated := self._seated) < self.max_rows or row.arrival in seated
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""

@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,9 +68,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
     if model.device.type == "cuda":
         sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
     transfer = Transfer(shape, packed, mover_of(pool, shape, packed), host, below, reserve=passing)
-    if disk is None:
-        return Store(transfer, ledger, below, buffer=BUFFER)
-    return Store(transfer, ledger, below, buffer=BUFFER, tidy=partial(disk.make_room, disk_bytes), touch=disk.touch)
+    return Store(transfer, ledger, below, buffer=BUFFER, disk=disk, bound=disk_bytes)
 
 
 def shape_of(model: Model, config: EngineConfig) -> Shape:

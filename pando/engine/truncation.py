@@ -4,20 +4,22 @@ again.
 What is left of a prompt is a list of runs like any other: its first tokens where they were, then what was encoded behind the dropped part,
 moved up to them, then what is new. The next turn brings the whole history again. So it is remembered how a history was cut, by the key of
 the last page that matters, and a longer one that begins like it is cut alike. When that no longer fits, what was computed behind the runs
-is a run itself, and is cut in its turn. Remembered are numbers alone: the tokens come with the history.
+is a run itself, and is cut in its turn. Remembered are numbers alone: the tokens come with the history. Where there is a disk, what is
+remembered outlives the process.
 """
 
-from array import array
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from ..errors import InvalidPrompt, PromptTooLong
 from ..kv.run import Origin, Run
-from ..kv.segment import Key, Lineage, extend_keys, shared_length
+from ..kv.segment import Key, Lineage, extend_keys, page_key, shared_length
 from ..kv.tree import PrefixTree
+from ..store.keeper import Noting
 from .below import WORTH_KEEPING, Below
 from .imports import wants
 from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
@@ -26,6 +28,8 @@ FIRST = 4  # tokens that always stay: attention rests on them, whatever they are
 ANSWER = 4  # an answer may count on the tokens that it asks for, but on no more than one in so many of the window
 REMEMBERED = 2**15  # histories
 ENDLESS = 2**62
+FORM = b"cut 1"  # of what is remembered
+SEAL, SIZE = 32, 4  # bytes
 SYSTEM = ("system", "developer")  # whose messages are no turns
 
 Message = Mapping[str, Any]
@@ -57,8 +61,12 @@ class Layout:
                 yield first + low - place, first + high - place
             place += end - first
 
-    def left(self, history: Sequence[int]) -> list[int]:
-        return list(chain.from_iterable(history[start:stop] for start, stop in self.parts()))
+    def left(self, history: Sequence[int], stop: int = ENDLESS) -> list[int]:
+        """The tokens themselves, or the first so many of them."""
+        found: list[int] = []
+        for first, end in self.parts(0, stop):
+            found += history[first:end]
+        return found
 
     def pieces(self, left: Sequence[int], held: int) -> list[Run]:
         """What is left as runs, as far as its states are held: so many tokens behind the runs."""
@@ -73,15 +81,18 @@ class Layout:
             runs = _out_of(runs, start, stop)
         return replace(self.without(move.ranges, runs), moves=(*self.moves, move), plain=self.plain or self)
 
-    def remembered(self) -> "Layout":
-        """Without any tokens."""
-        return replace(self, runs=())
+    def packed(self) -> bytes:
+        """How it was made, without any tokens."""
+        first = self.plain or self
+        return json.dumps([first.spans, first.end, self.moves]).encode()
 
-    def recalled(self, history: Sequence[int]) -> "Layout":
+    @classmethod
+    def recalled(cls, packed: bytes, history: Sequence[int]) -> "Layout":
         """What was remembered, with the tokens that it needs."""
-        layout = self.plain or self
-        for move in self.moves:
-            layout = layout.moved(layout.left(history), move)
+        spans, end, moves = json.loads(packed)
+        layout = cls(tuple((start, stop) for start, stop in spans), end)
+        for ranges, held in moves:
+            layout = layout.moved(layout.left(history, layout.placed + held), Move(tuple((start, stop) for start, stop in ranges), held))
         return layout
 
     def computed(self) -> "Layout":
@@ -144,12 +155,13 @@ class Truncations:
     ) -> None:
         """`never`: why no states of this model are ever moved."""
         self._tree, self.below, self._window, self._clock, self._never = tree, below, window, clock, never
-        self._layouts: OrderedDict[Key, tuple[Layout, array[int]]] = OrderedDict()  # by their last whole page; and the tokens behind it
+        self._notes: OrderedDict[Key, bytes] = OrderedDict()  # by the last whole page
 
     # ---- deciding
 
-    def cut(self, asked: Request, home: Lineage) -> Cut | None:
-        """How a prompt is cut; None where it stays whole. `home` is whose its beginning is."""
+    def cut(self, asked: Request, home: Lineage, keys: list[Key]) -> Cut | None:
+        """How a prompt is cut; None where it stays whole. `home` is whose its beginning is, `keys` are those of its full pages, as far as
+        they are known: where it is cut, the others are added."""
         _check(asked)
         if asked.drop:
             page = self._tree.page_size
@@ -158,7 +170,7 @@ class Truncations:
         room = wanted_room(asked.params.max_tokens, self._window)
         if asked.truncation is None or len(asked.prompt) + room <= self._window:
             return None
-        known = self._recall(asked.prompt, home)
+        known = self._recall(asked.prompt, home, keys)
         lost = known is not None and not self._holds(known.runs, home)
         layout = known.computed() if known is not None and lost else known or Layout()
         left = layout.left(asked.prompt)
@@ -217,24 +229,51 @@ class Truncations:
 
     # ---- remembering
 
-    def remember(self, history: Sequence[int], layout: Layout, home: Lineage) -> None:
-        page, keys = self._tree.page_size, list[Key]()
-        extend_keys(keys, home, history[: layout.end], page)
-        self._layouts[keys[-1]] = layout.remembered(), array("i", history[len(keys) * page : layout.end])
-        self._layouts.move_to_end(keys[-1])
-        if len(self._layouts) > REMEMBERED:
-            self._layouts.popitem(last=False)
+    def remember(self, history: Sequence[int], layout: Layout, home: Lineage, keys: Sequence[Key]) -> None:
+        """`keys`: of the history's full pages, as `cut` left them."""
+        whole = layout.end // self._tree.page_size
+        key, rest = keys[whole - 1], history[whole * self._tree.page_size : layout.end]
+        note = self._notes[key] = _noted(key, rest, layout.packed())
+        self._notes.move_to_end(key)
+        if len(self._notes) > REMEMBERED:
+            self._notes.popitem(last=False)
+        if self._kept is not None:
+            self._kept.keep(key, home.owner, note)
 
-    def _recall(self, history: Sequence[int], home: Lineage) -> Layout | None:
+    def _recall(self, history: Sequence[int], home: Lineage, keys: list[Key]) -> Layout | None:
         """Of the histories that this one continues, how the longest was cut."""
-        page, keys = self._tree.page_size, list[Key]()
+        page = self._tree.page_size
         extend_keys(keys, home, history, page)
+        known = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in self._notes), 0)
+        kept = self._kept.find(keys[known:]) if self._kept is not None else {}
         for place in range(len(keys), 0, -1):
-            layout, rest = self._layouts.get(keys[place - 1], (None, None))
-            if layout is not None and array("i", history[place * page : layout.end]) == rest:
-                self._layouts.move_to_end(keys[place - 1])
-                return layout.recalled(history)
+            key = keys[place - 1]
+            note = self._notes.get(key) or kept.get(key)
+            if note is not None and (packed := _read(note, key, history[place * page :])) is not None:
+                return Layout.recalled(packed, history)
         return None
+
+    @property
+    def _kept(self) -> Noting | None:
+        """What outlives the process."""
+        return self.below.store.notes if self.below is not None else None
+
+
+def _noted(key: Key, rest: Sequence[int], packed: bytes) -> bytes:
+    """What is remembered of a history, by its last whole page and the tokens behind that."""
+    told = len(rest).to_bytes(SIZE, "little") + packed
+    return _seal(key, rest, told) + told
+
+
+def _read(note: bytes, key: Key, behind: Sequence[int]) -> bytes | None:
+    """None where it is not whole, or not of a history that goes on like this one: it may come from a disk, and nobody looked after it."""
+    seal, told = note[:SEAL], note[SEAL:]
+    rest = behind[: int.from_bytes(told[:SIZE], "little")]
+    return told[SIZE:] if seal == _seal(key, rest, told) else None
+
+
+def _seal(key: Key, rest: Sequence[int], told: bytes) -> bytes:
+    return sha256(FORM + page_key(key, rest) + told).digest()
 
 
 def wanted_room(max_tokens: int | None, window: int) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..store.keeper import Loading
 from .row import Copy, Row, Schedule
 
 Turn = tuple[Row, int, int, int]  # a row in a step: how many of its tokens it has computed, how many it computes, how many there are
@@ -26,10 +27,10 @@ class Turns:
         """A row of the last schedule may not go on."""
         self._steady = False
 
-    def make(self, turns: Sequence[Turn], copies: Sequence[Copy]) -> Schedule:
+    def make(self, turns: Sequence[Turn], copies: Sequence[Copy], loads: Sequence[Loading]) -> Schedule:
+        """`loads`: what rows of it read that is still on its way."""
         last, rows, counts = self._last, [row for row, _, _, _ in turns], [new for _, _, new, _ in turns]
         ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]
-        loads = list(dict.fromkeys(load for row in rows if row.load is not None or row.imports for load in row.loads))
         repairs = [row for row in rows if row.repair and row.imports]
         scored = any(row.is_scored_from(start) for row, start, _, _ in turns if row.scored is not None)
         makes = any(row.makes is not None for row in rows)

@@ -126,9 +126,9 @@ class TritonLowering:
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
         g, count = self._geometry, len(q)
+        turned = turned.contiguous()
         if self._moves and self._turn is not None:
             turned = self._turn_again(q, turned, self._turn)
-        turned = turned.contiguous()
         out = torch.empty(count, g.heads, g.head_dim, dtype=q.dtype, device=q.device)
         large, small, merged = self._grids
         if large and self._hopper is not None and k.dtype == q.dtype:

@@ -160,16 +160,15 @@ def turn_again(
     pair, side = tl.arange(0, HALF), tl.arange(0, 2)
     here = heads[:, None, None] * D + (2 * pair[:, None] + side[None, :])[None]  # [HEADS, HALF, 2]
     real = (heads < H)[:, None, None] & (2 * pair[:, None] + side[None, :] < D)[None]
-    if item < count:
-        y = tl.load(turned + item.to(tl.int64) * (H * D) + here, mask=real)
-    else:
-        token = tl.load(moved + item - count).to(tl.int64)
-        x = tl.load(q + token * apart + here, mask=real, other=0.0)
-        angle = tl.load(turn + ((item - count) * PAIRS + pair)[:, None] * 2 + side[None, :], mask=(pair < PAIRS)[:, None], other=0.0)
-        a, b = tl.split(x.to(tl.float32))
-        cosine, sine = tl.split(angle)
-        moves = (pair < PAIRS)[None, :]
-        y = tl.join(tl.where(moves, a * cosine[None] - b * sine[None], a), tl.where(moves, a * sine[None] + b * cosine[None], b)).to(
-            x.dtype
-        )
+    is_moved = item >= count
+    place = tl.where(is_moved, item - count, 0)
+    token = tl.load(moved + place).to(tl.int64)
+    x = tl.load(tl.where(is_moved, q + token * apart, turned + item.to(tl.int64) * (H * D)) + here, mask=real, other=0.0)
+    turns = is_moved & (pair < PAIRS)
+    angle = tl.load(turn + (place * PAIRS + pair)[:, None] * 2 + side[None, :], mask=turns[:, None], other=0.0)
+    a, b = tl.split(x.to(tl.float32))  # [HEADS, HALF]
+    cosine, sine = tl.split(angle)
+    y = tl.join(
+        tl.where(turns[None, :], a * cosine[None] - b * sine[None], a), tl.where(turns[None, :], a * sine[None] + b * cosine[None], b)
+    ).to(x.dtype)
     tl.store(out + item.to(tl.int64) * (H * D) + here, y, mask=real)

@@ -6,12 +6,11 @@ argument and the words of a user are all runs, and a context is a list of them, 
 """
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .segment import Key, Lineage, extend_keys
+from .segment import Key, Lineage, extend_keys, packed, page_key
 
 KNOWN = 4  # contexts that the keys of a run are remembered for: there is one for each tenant
 
@@ -53,6 +52,7 @@ class _Known:
 
     keys: dict[tuple[Lineage, int], tuple[Key, ...]] = field(default_factory=dict)
     vocabulary: int | None = None  # whose tokens it is made of
+    tokens: bytes | None = None  # their digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +94,15 @@ class Run:
         """Names the tokens, where they stand, and where they come from."""
         made = b"" if self.origin is None else self.origin.digest + self.origin.first.to_bytes(8, "little")
         left = () if self.origin is None else self.origin.before
-        facts = (made, array("i", left).tobytes(), array("i", self.tokens).tobytes(), self.position.to_bytes(8, "little"))
+        facts = (made, packed(left), packed(self.tokens), self.position.to_bytes(8, "little"))
         return hashlib.sha256(b"".join(len(fact).to_bytes(8, "little") + fact for fact in facts)).digest()
+
+    @property
+    def tokens_digest(self) -> bytes:
+        """Names the tokens alone, wherever they stand."""
+        if self._known.tokens is None:
+            self._known.tokens = page_key(b"", self.tokens)
+        return self._known.tokens
 
     def keys(self, context: Lineage, page_size: int) -> tuple[Key, ...]:
         """Of the full pages of what it is made from, in a context."""

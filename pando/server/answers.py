@@ -36,6 +36,7 @@ from .replies import (
 from .service import Ticket
 from .tools import Piece, Stream
 
+TIERS: tuple[Source, ...] = ("host", "disk", "remote")
 ADVICE = {
     "cold": "nothing of this prompt was seen before",
     "diverged": "what is cached goes on differently from this token on; put what changes behind what does not",
@@ -125,12 +126,14 @@ class Account:
 
 
 def _sources(reuse: Reuse, total: int) -> dict[Source, int]:
-    """Where a prompt's tokens came from: as any prefix, from the device or a tier below it, or as a module that had been encoded behind
-    something else, wherever it was kept."""
-    module = min(reuse.modules, reuse.device)
-    host, disk, remote = (reuse.tiers.get(tier, 0) for tier in ("host", "disk", "remote"))
-    device = max(0, reuse.device - module - host - disk - remote)
-    return {"computed": total - reuse.device, "device": device, "host": host, "disk": disk, "remote": remote, "module": module}
+    """Where a prompt's tokens came from, each of them once: from a tier below the device, or from the device, as any prefix or as a module
+    that had been encoded behind something else. Of what came up and was computed again, by a repair, nobody knows which it was."""
+    left, came = reuse.device, dict[Source, int]()
+    found: tuple[tuple[Source, int], ...] = (*((tier, reuse.tiers.get(tier, 0)) for tier in TIERS), ("module", reuse.held))
+    for source, count in found:
+        came[source] = min(count, left)
+        left -= came[source]
+    return {"computed": total - reuse.device, "device": left, **came}
 
 
 def _truncated(found: Sequence[Truncated]) -> TruncatedReport | None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..kv.segment import Key
@@ -120,10 +120,11 @@ class DiskTier:
         self._folder.pin([(self._tag, key) for key in keys], pinned)
 
     def purge(self, tenant: bytes) -> int:
-        """Removes all pages of a tenant, of every shape; how many there were."""
+        """Removes all pages of a tenant, of every shape, and what was noted for it; how many pages there were."""
         self._folder.reconcile()
         found = self._folder.entries("tenant = ?", [tenant])
         self._forget([entry.key for entry in found])
+        self._folder.forget("tenant = ?", [tenant])
         return self._folder.purge([(entry.shape, entry.key) for entry in found])
 
     def make_room(self, bound: int, keep: Container[Key]) -> int:
@@ -140,6 +141,17 @@ class DiskTier:
     def verify(self) -> Iterator[Finding]:
         """Reads all of every page in the directory."""
         return self._folder.verify()
+
+    # ---- what is noted beside the pages
+
+    def notes(self, keys: Sequence[Key], oldest: float) -> Mapping[Key, bytes]:
+        with self._folder.hint():
+            return self._folder.index.notes(self._tag, keys, oldest)
+        return {}
+
+    def note(self, key: Key, tenant: bytes, note: bytes, oldest: float) -> None:
+        with self._folder.hint():
+            self._folder.index.note((self._tag, key), tenant, note, self._clock(), oldest)
 
     # ---- what is known of it
 

@@ -134,6 +134,11 @@ class Folder:
             self.index.settle()
         return removed
 
+    def forget(self, where: str = "1", values: Sequence[object] = ()) -> None:
+        """The notes that a condition in SQL chooses."""
+        with self.hint():
+            self.index.forget(where, values)
+
     def pin(self, names: Collection[Name], pinned: bool) -> None:
         """They stay, whatever their age. The file says so, too, by being for reading alone: so a new index knows it."""
         for name in names:

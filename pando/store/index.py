@@ -1,4 +1,7 @@
-"""The index of a directory of pages, in SQLite: what is there, how large, and when it was used. A hint: files are believed over it."""
+"""The index of a directory of pages, in SQLite: what is there, how large, and when it was used. A hint: files are believed over it.
+
+Beside that it has notes, small records under keys like those of pages: whoever reads one sees for himself whether it is what it should be.
+"""
 
 import sqlite3
 import struct
@@ -14,6 +17,8 @@ from .fileformat import Header, Name, tag
 from .tier import Card
 
 _VERSION = 1
+NOTED = 2**15  # notes
+ASKED = 500  # keys in one question
 WAIT_S, SHARED_WAIT_S = 2.0, 0.2  # for others that write: the faster journal makes only writers wait
 _TABLE = """
 CREATE TABLE IF NOT EXISTS shapes (tag TEXT PRIMARY KEY, model BLOB, dtype TEXT, codec TEXT, page_size INTEGER);
@@ -23,6 +28,12 @@ CREATE TABLE IF NOT EXISTS pages (
     pinned INTEGER DEFAULT 0,
     UNIQUE (shape, key)
 );
+CREATE TABLE IF NOT EXISTS notes (
+    id INTEGER PRIMARY KEY, shape TEXT, key BLOB, tenant BLOB, note BLOB NOT NULL, used REAL,
+    pinned INTEGER DEFAULT 0,  -- none is: what is asked of pages can be asked of them
+    UNIQUE (shape, key)
+);
+CREATE INDEX IF NOT EXISTS notes_used ON notes (used);
 """
 _COLUMNS = "shape, key, parent, tenant, count, size, born, used, pinned"
 
@@ -94,8 +105,7 @@ class Index:
             raise sqlite3.DatabaseError(f"the index has version {version}, and this is {_VERSION}")
         if (said := list(self._connection.execute("PRAGMA quick_check(1)"))) != [("ok",)]:
             raise sqlite3.DatabaseError(f"the index is damaged: {said}")
-        if not version:
-            self._connection.executescript(_TABLE + f"PRAGMA user_version = {_VERSION};")
+        self._connection.executescript(_TABLE + f"PRAGMA user_version = {_VERSION};" * (not version))
 
     def close(self) -> None:
         with self._lock:
@@ -156,6 +166,27 @@ class Index:
 
     def pin(self, names: Iterable[Name], pinned: bool) -> None:
         self._write("UPDATE pages SET pinned = ? WHERE shape = ? AND key = ?", ((pinned, *name) for name in names))
+
+    # ---- what is noted beside the pages
+
+    def notes(self, shape: str, keys: Sequence[Key], oldest: float) -> dict[Key, bytes]:
+        """Under these keys, if they were written since then."""
+        found = dict[Key, bytes]()
+        for start in range(0, len(keys), ASKED):
+            some = keys[start : start + ASKED]
+            where = f"shape = ? AND used >= ? AND key IN ({', '.join('?' for _ in some)})"
+            found.update(self._read(f"SELECT key, CAST(note AS BLOB) FROM notes WHERE {where}", (shape, oldest, *some)))
+        return found
+
+    def note(self, name: Name, tenant: bytes, note: bytes, now: float, oldest: float) -> None:
+        """In place of what is there. Those that were written before `oldest` go, and all but the latest."""
+        again = "ON CONFLICT (shape, key) DO UPDATE SET note = excluded.note, used = excluded.used"
+        self._write(f"INSERT INTO notes (shape, key, tenant, note, used) VALUES (?, ?, ?, ?, ?) {again}", [(*name, tenant, note, now)])
+        self._write("DELETE FROM notes WHERE used < ? OR id <= (SELECT MAX(id) FROM notes) - ?", [(oldest, NOTED)])
+
+    def forget(self, where: str, values: Sequence[object]) -> None:
+        """The notes that a condition in SQL chooses."""
+        self._write(f"DELETE FROM notes WHERE {where}", [tuple(values)])
 
     def _read(self, sql: str, values: Sequence[object] = ()) -> list[Any]:
         with self._lock, closing(self._connection.execute(sql, values)) as cursor:

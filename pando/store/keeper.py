@@ -75,6 +75,10 @@ class Loading(Protocol):
         """Was it given up, although it is not done?"""
         ...
 
+    def ends_within(self, seconds: float) -> bool:
+        """Waits until it is done, for so long at most; says whether it is."""
+        ...
+
     def finish(self) -> bool:
         """Waits until it is done, or until it is late; says which."""
         ...
@@ -97,10 +101,25 @@ class Departing(Protocol):
         ...
 
 
+class Noting(Protocol):
+    """What is remembered beside the pages on disk, and outlives the process."""
+
+    def find(self, keys: Sequence[Key]) -> Mapping[Key, bytes]:
+        """What there is under some of these keys. It may be anything: whoever wrote it can tell."""
+        ...
+
+    def keep(self, key: Key, tenant: Key, note: bytes) -> None: ...
+
+
 class Keeper(Protocol):
     """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`."""
 
     buffer: int  # pages that are offered together, at most
+
+    @property
+    def notes(self) -> Noting | None:
+        """Where something can be remembered that outlives the process, if there is a disk."""
+        ...
 
     def look(
         self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key], tenant: bytes, limit: int

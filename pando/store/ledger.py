@@ -63,12 +63,15 @@ class Ledger:
 
     def find(self, keys: Iterable[Key]) -> list[str]:
         """The uppermost tier of each page, from the first on, up to the first that is nowhere."""
-        found, pages, uppermost = list[str](), self._pages, self._tiers[0]
+        found, pages, tiers = list[str](), self._pages, self._tiers
         for key in keys:
             page = pages.get(key)
             if page is None:
                 break
-            found.append(uppermost if uppermost in page.tiers else next(tier for tier in self._tiers if tier in page.tiers))
+            for tier in tiers:
+                if tier in page.tiers:
+                    found.append(tier)
+                    break
         return found
 
     def has(self, key: Key, tier: str | None = None) -> bool:
@@ -275,10 +278,9 @@ class Ledger:
 
     def _reorder(self, keys: Iterable[Key]) -> None:
         """To be said of pages that may go sooner than before. Of those that go later it is noticed when their turn comes."""
-        for key in keys:
-            page = self._pages.get(key)
-            for tier in page.tiers if page else ():
-                self._push(tier, self._pages[key])
+        for page in [self._pages[key] for key in keys if key in self._pages]:
+            for tier in page.tiers:
+                self._push(tier, page)
 
     def _push(self, tier: str, page: Held) -> None:
         heap = self._heaps.get(tier)

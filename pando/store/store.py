@@ -7,10 +7,11 @@ Saving never slows an answer. A page that is to be saved stays in the pool until
 go unsaved, and counted.
 """
 
+import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from queue import SimpleQueue
@@ -19,16 +20,19 @@ from ..kv.segment import Key
 from ..kv.stem import Stem
 from .catalogue import Catalogue
 from .departures import Departure, Departures
+from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
 from .keeper import Departing, Found, Offer, Part
 from .ledger import Ledger, Move, Page
+from .notes import Notes
 from .speeds import Speeds
-from .tier import Card, Lost, Tier, tenant_tag
+from .tier import Card, Lost, Tags, Tier
 from .transfer import Load, Transfer
-from .worker import Worker, tried
+from .worker import Worker, stop, tried
+
+log = logging.getLogger(__name__)
 
 TIDIED = 256  # pages written between two looks at what others left on disk
-NAMED = 2**16  # tenants, the latest: clients choose salts, and may choose many
 AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
 
 
@@ -40,16 +44,16 @@ class Store:
         below: Sequence[Tier],
         *,
         buffer: int,
-        tidy: Callable[[Container[Key]], object] | None = None,
-        touch: Callable[[Sequence[Key]], object] | None = None,
+        disk: DiskTier | None = None,
+        bound: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`buffer`: so many pages may be on their way out of the pool at the same time. `tidy`: lets go of what others left on disk beyond
-        its bound, given what is to stay; `touch`: remembers there what was used."""
+        """`buffer`: so many pages may be on their way out of the pool at the same time. `disk`: the one among the tiers that remembers what
+        was used, and lets go of what others left there beyond its bound in bytes."""
         self.transfer, self.ledger, self.host, self.below = transfer, ledger, transfer.host, tuple(below)
         self.counts, self.speeds, self._catalogue = Counts(), Speeds(), Catalogue(ledger)
-        self._tags: dict[Key, bytes] = {}  # what tenants are called here, by the roots of what they have
-        self.buffer, self._tidy, self._touch, self._clock = buffer, tidy, touch, clock
+        self.tags = Tags()
+        self.buffer, self._disk, self._bound, self._clock = buffer, disk, bound, clock
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
         self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
@@ -62,20 +66,14 @@ class Store:
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
-        weakref.finalize(self, _stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
+        self.notes = None if disk is None else Notes(disk, self._writer, self.tags, ledger.ttl, clock)
+        self._end = weakref.finalize(self, stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
 
     def facts(self) -> StoreFacts:
         return self.counts.facts({tier: Room(self.ledger.used[tier], size) for tier, size in self.ledger.capacities.items()})
 
-    def name(self, tenant: Key, salt: bytes) -> None:
-        """The root of what a tenant has, and its salt: pages are kept under its name, by which they can be purged."""
-        self._tags.pop(tenant, None)
-        self._tags[tenant] = tenant_tag(salt)
-        while len(self._tags) > NAMED:
-            del self._tags[next(iter(self._tags))]
-
     def tag(self, tenant: Key) -> bytes:
-        return self._tags.get(tenant, tenant)
+        return self.tags.of(tenant)
 
     # ---- looking
 
@@ -117,8 +115,8 @@ class Store:
         load = Load(parts)
         self.ledger.use(chain, self._clock())
         self._loads.append((load, tuple(chain)))
-        if self._touch is not None:
-            self._writer.post(partial(self._touch, tuple(chain)))
+        if self._disk is not None:
+            self._writer.post(partial(self._disk.touch, tuple(chain)))
         return load
 
     def go(self) -> None:
@@ -242,15 +240,21 @@ class Store:
         self._free = []
 
     def close(self) -> list[Stem]:
-        """Saves what is on its way, and lets go of the tiers; answers as `pump`. Nothing may be asked of it afterwards."""
-        free = []
-        while self._offers or self._leaving or self._writing:
-            free += self.settle()
-            self._writer.settle()
-        _stop((self._loader, self._saver, self._writer))
+        """Saves what is on its way, and lets go of the tiers, as long as they take anything; answers as `pump`. Nothing may be asked of it
+        afterwards."""
+        free, before = list[Stem](), None
+        while (left := (len(self._offers), self._leaving, self._writing)) not in ((0, 0, 0), before):
+            before = None if self._saver.settles() and self._writer.settles() else left
+            free += self.pump()
+        if unsaved := self._queued | self._unwritten.keys():
+            size, tokens = len(unsaved) * self._page_bytes, self.transfer.shape.page_size
+            log.warning("nothing is taken below host memory: %d pages of %d tokens, %d bytes, are not saved", len(unsaved), tokens, size)
         for tier in self.below:
-            tier.close()
-        return free
+            self._writer.post(tier.close)
+        if not unsaved:
+            self._writer.settles()
+        self._end()
+        return free + self.relent("late")
 
     def _begin(self, offer: Offer) -> None:
         kept = self._keep("host", offer.chain, {card.key for card in offer.cards})
@@ -321,8 +325,8 @@ class Store:
             self.counts.unsaved[lost.reason] += 1
             self.ledger.drop([card.key], tier)
         self._passed([card.key])
-        if self._tidy is not None and lost is None and tier == "disk" and self.counts.saved[tier] % TIDIED == 0:
-            self._writer.post(partial(self._tidy, frozenset(page.key for page in self.ledger.held(tier))))
+        if self._disk is not None and lost is None and tier == "disk" and self.counts.saved[tier] % TIDIED == 0:
+            self._writer.post(partial(self._disk.make_room, self._bound, frozenset(page.key for page in self.ledger.held(tier))))
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
         self.counts.unsaved[reason] += len(cards)
@@ -363,15 +367,14 @@ class Store:
             return
         for _, chain in zip(range(AHEAD), self.ledger.prefetch(), strict=False):
             keys = [page.key for page in chain]
-            lacking = [key for key, tier in zip(keys, self.ledger.find(keys), strict=False) if tier != "host"]
+            lacking = {key: tier for key, tier in zip(keys, self.ledger.find(keys), strict=False) if tier != "host"}
             if lacking:
                 self._raise(lacking, chain)
                 return
 
-    def _raise(self, keys: Sequence[Key], chain: Sequence[Page]) -> None:
-        tiers = dict(zip(keys, (self.ledger.find([key])[0] for key in keys), strict=True))
+    def _raise(self, tiers: Mapping[Key, str], chain: Sequence[Page]) -> None:
         kept = self._keep("host", [page.key for page in chain])
-        coming = [key for key in keys if key in kept]
+        coming = [key for key in tiers if key in kept]
         self._raising = set(coming)
         self.ledger.pin(coming)
         for key in coming:  # one by one: what is urgent goes between
@@ -391,8 +394,3 @@ class Store:
             if lost.reason != "full":
                 self._lost(key, lost)
         self._passed([key])
-
-
-def _stop(workers: Sequence[Worker]) -> None:
-    for worker in workers:
-        worker.stop()

@@ -16,6 +16,7 @@ Reason = Literal["absent", "expired", "short", "corrupt", "foreign", "version", 
 
 
 ENDS = 32  # short ends that are looked at behind one page
+NAMED = 2**16  # tenants, the latest: clients choose salts, and may choose many
 
 
 class Lost(Exception):
@@ -51,6 +52,22 @@ class Card(NamedTuple):
 def tenant_tag(salt: bytes) -> bytes:
     """What a tenant is called in the tiers, whatever the model."""
     return hashlib.sha256(b"tenant" + salt).digest()
+
+
+class Tags:
+    """What tenants are called, by the roots of what they have: pages are kept under these names, by which they can be purged."""
+
+    def __init__(self) -> None:
+        self._tags: dict[Key, bytes] = {}
+
+    def name(self, tenant: Key, salt: bytes) -> None:
+        self._tags.pop(tenant, None)
+        self._tags[tenant] = tenant_tag(salt)
+        while len(self._tags) > NAMED:
+            del self._tags[next(iter(self._tags))]
+
+    def of(self, tenant: Key) -> bytes:
+        return self._tags.get(tenant, tenant)
 
 
 def remember_end(ends: dict[Key, dict[Key, Card]], card: Card) -> None:

@@ -58,9 +58,12 @@ class Load:
             raise self.lost
         return self._layers[layer]
 
-    def finish(self) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         with self._changed:
-            self.late = not self._changed.wait_for(lambda: self._ended, LATE)
+            return self._changed.wait_for(lambda: self._ended, seconds)
+
+    def finish(self) -> bool:
+        self.late = not self.ends_within(LATE)
         return not self.late
 
     def abandon(self) -> None:

@@ -3,7 +3,8 @@
 import heapq
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +12,7 @@ from .tier import Lost
 
 log = logging.getLogger(__name__)
 
-JOINED = 30.0  # seconds that are waited for a thread to end
+PATIENCE = 10.0  # seconds after which a thread that gets nothing done is not waited for any longer
 
 
 class Worker:
@@ -36,17 +37,26 @@ class Worker:
 
     def settle(self) -> None:
         """Waits until what was posted so far is done."""
+        self._reached().wait()
+
+    def settles(self) -> bool:
+        """The same, for a task that may never end: says whether they did in time."""
+        return self._reached().wait(PATIENCE)
+
+    def _reached(self) -> threading.Event:
         reached = threading.Event()
         self.post(reached.set)
-        reached.wait()
+        return reached
 
     def stop(self) -> None:
         """After the task that runs. What was posted and not begun is left undone."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def join(self, seconds: float) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(JOINED)
+            self._thread.join(seconds)
 
     @torch.inference_mode()  # memory that was made in this mode may be written in this mode only
     def _run(self) -> None:
@@ -60,6 +70,15 @@ class Worker:
                 task()
             except Exception:  # an error of ours must not end what all later requests rely on
                 log.exception("a transfer failed")
+
+
+def stop(workers: Sequence[Worker]) -> None:
+    """Those whose tasks never end are left to themselves: a process ends without them."""
+    end = time.monotonic() + PATIENCE
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.join(max(0.0, end - time.monotonic()))
 
 
 def tried(work: Callable[[], object]) -> Lost | None:

@@ -1,6 +1,10 @@
 """Captured steps. Without a GPU, what is captured is simply done again: that tells whether buffers, padding and plans are kept right."""
 
+import gc
 from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -82,6 +86,25 @@ def test_a_plan_that_a_graph_has_no_room_for_is_captured_anew(model: Model) -> N
             alone = run(tiny_engine(model), [Request("alone", prompt(i, 30), greedy(4))])["alone", 0]
             assert [event.token for event in events[name, 0]] == [event.token for event in alone]
     assert graphs.captures > 2
+
+
+def test_a_graph_goes_only_when_the_one_that_takes_its_place_is_there(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slow, "replace", lambda *_: False)
+    engine = tiny_engine(model)
+    graphs, alive = captured(engine), list[int]()
+    made: WeakSet[Any] = WeakSet()
+
+    def capture(work: Callable[[], Tensor], layered: bool) -> Callable[[], Tensor]:
+        gc.collect()
+        alive.append(len(made))
+        repeat = partial(work)
+        made.add(repeat)
+        return repeat
+
+    graphs._capture = capture
+    run(engine, [Request("r", prompt(1, 30), greedy(40))])  # its pages fill, and it reads others
+    assert len(graphs._captured) == 1
+    assert alive[:3] == [0, 1, 1]
 
 
 def test_a_step_with_a_prompt_is_captured_only_when_its_kind_comes_again_and_again(model: Model) -> None:

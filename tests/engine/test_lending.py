@@ -475,3 +475,25 @@ def test_whatever_happens_answers_are_those_of_modules_made_from_nothing(model: 
             evict(engine)
     whole(engine)
     engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_module_that_stands_in_a_prompt_twice_is_made_once_and_brought_up_once(
+    model: Model, tier: str, overlap: bool, tmp_path: Path
+) -> None:
+    module = Run(tuple(words(40, 42)), 0, Origin((), 7))
+    asked = prompt("r", [module, module.moved(50), module.moved(100)], count=1)
+    engine = kept(model, tier, tmp_path, [], overlap=overlap)
+    [made] = run(engine, [asked])["r", 0]
+    assert engine.totals.tokens == 42 + 9
+    assert made.num_cached_tokens == 2 * 42 and made.reuse.miss is not None and made.reuse.miss.token == 0
+    engine.close()
+    engine = kept(model, tier, tmp_path, [asked], overlap=overlap)
+    [brought] = run(engine, [asked])["r", 0]
+    assert engine.store is not None and engine.store.facts().loaded == {tier: 42 + 8}
+    assert (brought.num_cached_tokens, brought.reuse.miss) == (3 * 42 + 8, None)
+    assert (dict(brought.reuse.tiers), brought.reuse.held) == ({tier: 42 + 8}, 2 * 42), "and read from the pool from then on"
+    assert made.token == brought.token == made_from_nothing(model, asked)[0]
+    whole(engine)
+    engine.close()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from pando.kv.run import Origin, Run
 from pando.kv.segment import Key
 from pando.model.decoder import Step
 from pando.model.load import Model
-from pando.store import transfer
+from pando.store import transfer, worker
 from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader, Tier
 from tests.tiny import drain, greedy, run, tiny_config, tiny_engine, tiny_model
@@ -422,7 +423,7 @@ def interrupt(engine: Engine, dice: random.Random) -> None:
 
 def made_from_nothing(model: Model, engine: Engine, request: Request) -> list[int]:
     """The answer to what is left of a conversation, as an engine cut it, by one that computes all of it."""
-    layout = engine.truncations._recall(request.prompt, engine.admission.lineage(OURS, 0)) or Layout()
+    layout = engine.truncations._recall(request.prompt, engine.admission.lineage(OURS, 0), []) or Layout()
     asked = replace(Cut(layout).request(request), request_id="r")
     if not layout.runs:
         return cold(model, asked.prompt)
@@ -498,16 +499,21 @@ class Stuck(Faulty):
         return self.inner.open(key)
 
 
+def stick(engine: Engine, how: type[Stuck] = Stuck) -> Stuck:
+    """The disk does not answer any more."""
+    assert engine.store is not None
+    stuck = how(engine.store.below[0])
+    engine.store.below, engine.store.transfer.tiers["disk"] = (stuck,), stuck
+    return stuck
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_tier_that_does_not_answer_is_given_up(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     monkeypatch.setattr(transfer, "LATE", 0.05)
     monkeypatch.setattr(scheduler, "PATIENCE", 0.05)
     prompt = words(22, 60)
     engine = kept_then_opened(model, tmp_path, prompt)
-    assert engine.store is not None
-    stuck = Stuck(engine.store.below[0])
-    engine.store.below = (stuck,)
-    engine.store.transfer.tiers["disk"] = stuck
+    stuck = stick(engine)
     if not alone:
         engine.add(Request("other", words(23, 5), greedy(70)))
         engine.step()
@@ -520,6 +526,27 @@ def test_a_tier_that_does_not_answer_is_given_up(model: Model, tmp_path: Path, m
     assert (first.num_cached_tokens, dict(first.reuse.tiers)) == (0, {})
     assert first.reuse.miss is not None and first.reuse.miss.reason == "lost"
     stuck.free.set()
+    whole(engine)
+    engine.close()
+
+
+def test_whoever_waits_for_pages_that_a_late_load_still_fills_takes_no_time_of_the_processor(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "LATE", 0.05)
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    prompt = words(27, 90)  # there is no room for it beside the pages that its load has
+    engine = kept_then_opened(model, tmp_path, prompt)
+    stuck = stick(engine)
+    engine.add(Request("r", prompt, greedy(6)))
+    while engine.scheduler.below is not None and not engine.scheduler.below.limbo:
+        engine.step()
+    end, steps = time.monotonic() + 0.4, engine.steps
+    while time.monotonic() < end:
+        assert engine.step() == []
+    assert 1 < engine.steps - steps < 50, "between two of them others may ask for something"
+    stuck.free.set()
+    assert [event.token for event in drain(engine)["r", 0]] == cold(model, prompt)
     whole(engine)
     engine.close()
 
@@ -612,6 +639,54 @@ def test_an_engine_that_was_closed_still_answers(model: Model, tmp_path: Path) -
     engine.close()
     engine.close()
     assert tokens_of(engine, words(25, 30)) == cold(model, words(25, 30))
+
+
+class Deaf(Stuck):
+    """A tier whose device takes nothing, and does not say so either."""
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        self.free.wait(20)
+
+    def close(self) -> None:
+        self.free.wait(20)
+        self.inner.close()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_tier_that_takes_nothing_is_given_up_at_the_end_and_it_is_told_what_was_not_saved(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: bool
+) -> None:
+    monkeypatch.setattr(worker, "PATIENCE", 0.2)
+    monkeypatch.setattr(transfer, "LATE", 0.2)
+    prompt = words(28, 90)
+    engine = kept_then_opened(model, tmp_path, prompt)
+    deaf = stick(engine, Deaf)
+    if reads:  # it does not answer those who read, either
+        engine.add(Request("r", prompt, greedy(6)))
+        engine.step()
+        engine.cancel("r")
+    ask(engine, words(29, 60))
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() < began + 5
+    [told] = [record.getMessage() for record in caplog.records if "not saved" in record.getMessage()]
+    assert re.search(r"1[56] pages of 4 tokens", told), told
+    assert tokens_of(engine, words(29, 60)) == cold(model, words(29, 60)), "from the pool"
+    deaf.free.set()
+
+
+def test_what_a_slow_tier_takes_is_waited_for_as_long_as_it_takes_anything(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "PATIENCE", 0.2)
+    engine, prompt = engine_of(model, tmp_path), words(30, 80)
+    spoil(engine, random.Random(0), 0.0, delay=0.03)
+    ask(engine, prompt, count=1)
+    engine.close()
+    second = engine_of(model, tmp_path)
+    assert ask(second, [*prompt, 1])[0].reuse.tiers == {"disk": 80}
+    second.close()
+    assert "not saved" not in caplog.text
 
 
 def test_a_disk_bound_below_one_page_is_refused(model: Model, tmp_path: Path) -> None:

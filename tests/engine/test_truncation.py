@@ -1,6 +1,8 @@
 """Conversations that outgrow the window: the oldest part goes, and the rest is not computed again."""
 
 import random
+import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pando.engine import scheduler
+from pando.engine.below import WORTH_KEEPING
 from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from pando.engine.row import Schedule
@@ -23,12 +26,14 @@ from pando.model.config import Rope
 from pando.model.decoder import Step, geometry
 from pando.model.load import Model
 from pando.store import transfer
+from pando.store.disk import DiskTier
 from pando.store.speeds import Speeds
 from pando.store.store import Store
+from pando.store.tier import tenant_tag
 from pando.store.transfer import Load
 
 from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
-from .test_store import Stuck, evict, settled
+from .test_store import Stuck, evict, made_from_nothing, settled
 
 PAGE, WINDOW, KEEP = 4, 128, 8
 AUTO = Truncation(keep=KEEP)
@@ -441,6 +446,83 @@ def test_a_cut_conversation_that_left_the_pool_answers_as_from_the_pool_and_load
     leaves.engine.close()
 
 
+@pytest.mark.parametrize("page", [PAGE, 32])
+def test_a_cut_conversation_goes_on_after_a_restart_as_if_there_had_been_none(
+    model: Model, page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    options: dict[str, object] = {"page_size": page, "max_model_len": WINDOW if page == PAGE else 256}
+    place = {"disk_gib": 0.01, "disk_dir": str(tmp_path)}
+    stays, leaves, cuts = Talk(small(model, **options), opening=110), Talk(small(model, **options, **place), opening=110), set[int]()
+    for _ in range(12 if page == PAGE else 20):
+        leaves.engine.close()
+        leaves.engine = small(model, **options, **place)
+        wanted, event = stays.turn(), leaves.turn()
+        assert leaves.said == stays.said
+        assert event.reuse.truncated == wanted.reuse.truncated
+        if event.reuse.truncated is not None:
+            cuts.add(event.reuse.truncated.dropped)
+            assert event.reuse.truncated.moved and event.reuse.truncated.recomputed is None and event.reuse.miss is None
+            assert sum(event.reuse.tiers.values()) == event.reuse.tiers["disk"] == event.num_cached_tokens
+            assert event.num_prompt_tokens - event.num_cached_tokens <= 13 + 2 * WORTH_KEEPING, "and ends that are not worth keeping"
+    assert len(cuts) > 1, "it was cut again and again"
+    leaves.engine.close()
+
+
+def kept_cut(model: Model, folder: Path, **more: object) -> Talk:
+    """A conversation that was cut, and what a new process finds of it on disk."""
+    talk = Talk(small(model, disk_gib=0.01, disk_dir=str(folder), **more), opening=110)
+    talk.until_cut()
+    talk.engine.close()
+    talk.engine = small(model, disk_gib=0.01, disk_dir=str(folder), **more)
+    return talk
+
+
+def recalled(talk: Talk, tenant: Tenant | None = None) -> Layout | None:
+    return talk.engine.truncations._recall(talk.history, talk.engine.admission.lineage(tenant or Tenant(), 0), [])
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "foreign", "gone", "text"])
+def test_what_was_remembered_on_disk_and_is_damaged_or_foreign_cuts_nothing(damage: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    other = Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), seed=2, opening=110)
+    other.until_cut()
+    other.engine.close()
+    talk = kept_cut(model, tmp_path)
+    assert recalled(talk) is not None
+    with sqlite3.connect(tmp_path / "v1/index.sqlite") as index:
+        notes = index.execute("SELECT id, note FROM notes ORDER BY id").fetchall()
+        assert len(notes) == 2
+        for number, (name, note) in enumerate(notes):
+            flipped = [bytes([*note[:place], note[place] ^ 1, *note[place + 1 :]]) for place in (0, 31, 32, 36, len(note) - 1)]
+            bad = {"short": note[:-3], "empty": b"", "foreign": notes[1 - number][1], "gone": None, "text": "[[[0, 8]], 96, []]"}
+            for given in flipped if damage == "flipped" else [bad[damage]]:
+                index.execute("DELETE FROM notes WHERE id = ?" if given is None else f"UPDATE notes SET note = ? WHERE id = {name}",
+                              (name if given is None else given,))  # fmt: skip
+                index.commit()
+                assert number == 0 or recalled(talk) is None
+    index.close()
+    prompt = [*talk.history, *words(7, 9)]
+    found = events(talk.engine, ask("next", prompt))
+    assert [event.token for event in found] == made_from_nothing(model, talk.engine, ask("next", prompt))
+    talk.engine.close()
+
+
+def test_what_was_remembered_on_disk_is_the_tenants_alone_and_goes_with_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = kept_cut(tiny_model(), tmp_path, ttl=1000)
+    assert recalled(talk) is not None and recalled(talk, Tenant(b"other")) is None
+    store = talk.engine.store
+    assert store is not None and store.notes is not None
+    monkeypatch.setattr(store.notes, "_clock", lambda: time.time() + 1001)
+    assert recalled(talk) is None, "nobody used it for too long"
+    monkeypatch.undo()
+    assert recalled(talk) is not None
+    disk = store.below[0]
+    assert isinstance(disk, DiskTier) and disk.purge(tenant_tag(b"other")) == 0 and recalled(talk) is not None
+    assert disk.purge(tenant_tag(b"")) > 0 and recalled(talk) is None
+    talk.engine.close()
+
+
 def loaded(engine: Engine) -> int:
     assert engine.store is not None
     return sum(engine.store.facts().loaded.values())
@@ -614,10 +696,11 @@ def test_an_edit_behind_the_moved_states_reuses_what_is_shared_and_says_where_it
 def test_a_history_that_ends_where_the_moved_states_do_is_answered(model: Model) -> None:
     talk = Talk(small(model))
     talk.until_cut()
-    [(remembered, _)] = talk.engine.truncations._layouts.values()
+    remembered = recalled(talk)
+    assert remembered is not None
     event = events(talk.engine, ask("shorter", talk.history[: remembered.end], 30))[-1]
     assert event.reuse.truncated is not None
-    assert event.num_cached_tokens == event.num_prompt_tokens - 1 == remembered.recalled(talk.history).placed - 1
+    assert event.num_cached_tokens == event.num_prompt_tokens - 1 == remembered.placed - 1
 
 
 def test_tenants_share_neither_states_nor_what_is_remembered(model: Model) -> None:
@@ -669,8 +752,8 @@ def test_little_is_remembered_of_what_is_long_ago(monkeypatch: pytest.MonkeyPatc
     talks = [Talk(engine, seed) for seed in range(6)]
     for talk in talks:
         talk.until_cut()
-    assert len(engine.truncations._layouts) == 4
-    assert not any(layout.runs for layout, _ in engine.truncations._layouts.values()), "the tokens come with the history"
+    assert len(engine.truncations._notes) == 4
+    assert all(len(note) < 100 for note in engine.truncations._notes.values()), "the tokens come with the history"
     known, unknown = talks[-1].turn(), talks[0].turn()
     assert known.num_prompt_tokens - known.num_cached_tokens == 13 < unknown.num_prompt_tokens - unknown.num_cached_tokens
 

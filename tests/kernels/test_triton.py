@@ -8,6 +8,7 @@ import torch
 
 from pando.kernels.reads import Reads, joined
 from pando.kernels.reference import Geometry
+from pando.kernels.rope import frequencies, rotate, turns
 
 from .test_attention import Case
 
@@ -65,6 +66,30 @@ def test_the_gpu_path_equals_the_definition_over_random_plans(gpu: ModuleType, p
         moved += case.moves
         check(gpu, case)
     assert moved, "none of the plans placed a segment elsewhere"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_queries_of_moved_placements_stand_behind_the_others_turned_anew(gpu: ModuleType, dtype: torch.dtype) -> None:
+    freqs, positions = frequencies(48, 1e4)[0].to(DEVICE), torch.tensor([40, 41, 42])
+    geometry = Geometry(9, 3, 64, 0.125, freqs)  # 16 of the 64 are not turned
+    reads = joined(PAGE, [([0], 7, 0, [0, 1, 2], [0, 0, 0]), ([1], 9, 7, [2, 0], [13, -5])])
+    lowering = gpu.TritonLowering(gpu.Device.of(DEVICE), dtype, reads, positions, geometry)
+    qkv = torch.randn(3, 15, 64, device=DEVICE).to(dtype)
+    q, turned = qkv[:, :9], torch.randn(3, 9, 64, device=DEVICE).to(dtype)
+    found = lowering._turn_again(q, turned, lowering._turn)
+    assert torch.equal(found[:3], turned)
+    expected = rotate(q[[2, 0]], turns(torch.tensor([42 - 13, 40 + 5], device=DEVICE), freqs))
+    assert (found[3:].double() - expected.double()).abs().max() <= 8 * torch.finfo(dtype).eps
+
+
+def test_queries_that_were_turned_beside_keys_are_read_as_they_stand(gpu: ModuleType) -> None:
+    """Where torch takes queries and keys apart, the queries of two tokens are not neighbours."""
+    freqs, positions = frequencies(64, 1e4)[0].to(DEVICE), torch.tensor([40, 41, 42])
+    reads = joined(PAGE, [([0], 7, 0, [0, 1, 2], [0, 0, 0]), ([1], 9, 7, [2, 0], [13, -5])])
+    lowering = gpu.TritonLowering(gpu.Device.of(DEVICE), torch.float32, reads, positions, Geometry(9, 3, 64, 0.125, freqs))
+    q, both = torch.randn(3, 9, 64, device=DEVICE), torch.randn(3, 12, 64, device=DEVICE)
+    k, v = torch.randn(2, 2 * PAGE, 3, 64, device=DEVICE)
+    assert torch.equal(lowering.attend(q, both[:, :9], k, v), lowering.attend(q, both[:, :9].contiguous(), k, v))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32]

@@ -15,6 +15,7 @@ from pando.engine.engine import Engine
 from pando.engine.schemas import Schemas
 from pando.errors import InvalidOption, MarkupError
 from pando.server.schemas import Holdings
+from pando.store.speeds import Speeds
 
 from ..tiny import tiny_engine, tiny_model
 from .clients import WAIT, Brake, braked, client_of, exactly, fetch, said, wait_for
@@ -371,6 +372,28 @@ def test_a_prompt_of_modules_says_what_came_from_them(server: Live, client: open
     tokens = again.pando["tokens"]
     assert tokens["module"] == 48, "the second module had not seen the first; the first stood where it was encoded"
     assert (tokens["computed"], sum(tokens.values())) == (1, again.usage.prompt_tokens) and again.pando["miss"] is None
+
+
+@pytest.mark.parametrize("gone", ["all", "rome"])
+@pytest.mark.parametrize("repair", [0.0, 0.5, 1.0])
+def test_every_token_of_a_prompt_has_one_source_also_where_modules_come_from_host_memory(
+    gone: str, repair: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    with live(engine={"host_gib": 0.01}, api_key=("one",)) as server, client_of(server, "one") as client:
+        post(server, TOUR)
+        complete(client, BOTH)
+        server.settle()
+        server.service.loop.call(Engine.clear_cache).result(WAIT)
+        before = complete(client, '<prompt schema="tour"><paris/> Cats?</prompt>') if gone == "rome" else None
+        reply = complete(client, BOTH, extra_body={"repair": repair})
+        tokens, cached = reply.pando["tokens"], reply.usage.prompt_tokens_details.cached_tokens
+        assert sum(tokens.values()) == reply.usage.prompt_tokens
+        assert cached == reply.usage.prompt_tokens - tokens["computed"]
+        assert min(tokens.values()) >= 0
+        if not repair:
+            assert tokens["module"] == 0, "the one that had not seen the other came from host memory"
+            assert (tokens["device"], tokens["host"]) == ((69, cached - 69) if before else (0, cached))
 
 
 def test_a_module_behind_its_own_context_is_exact(server: Live, client: openai.OpenAI) -> None:

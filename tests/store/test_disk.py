@@ -140,6 +140,49 @@ def test_a_tenant_is_purged_and_the_others_stay(make, tmp_path):
     assert files == {one.key.hex() for one in mine}
 
 
+def test_what_is_noted_is_found_by_others_and_later_and_expires(make, clock):
+    one, other = make(), make()
+    places = keys(chain(1200))
+    one.note(places[3], TENANT, b"first", 0.0)
+    one.note(places[3], TENANT, b"second", 0.0)
+    clock.now += 10
+    one.note(places[1100], TENANT, b"third", 0.0)
+    assert other.notes(places, 0.0) == make().notes(places, 0.0) == {places[3]: b"second", places[1100]: b"third"}
+    assert make(shape=replace(SHAPE, codec="int8")).notes(places, 0.0) == {}, "it is of another shape"
+    assert other.notes(places, clock.now - 5) == {places[1100]: b"third"}
+    other.note(places[4], TENANT, b"fourth", clock.now - 5)
+    assert set(one.notes(places, 0.0)) == {places[1100], places[4]}, "what expired is removed when something is noted"
+
+
+def test_only_the_latest_notes_stay(make, monkeypatch):
+    monkeypatch.setattr("pando.store.index.NOTED", 3)
+    disk, places = make(), keys(chain(5))
+    for key in places:
+        disk.note(key, TENANT, key, 0.0)
+    assert set(disk.notes(places, 0.0)) == set(places[2:])
+
+
+def test_a_tenants_notes_are_purged_and_the_others_stay(make):
+    disk, (mine, theirs) = make(), keys(chain(2))
+    disk.note(mine, TENANT, b"mine", 0.0)
+    disk.note(theirs, OTHER, b"theirs", 0.0)
+    disk.purge(OTHER)
+    assert disk.notes([mine, theirs], 0.0) == {mine: b"mine"}
+
+
+def test_an_index_without_notes_gets_them_and_what_cannot_be_noted_is_not_found(make, tmp_path, caplog):
+    first, (key,) = make(), keys(chain(1))
+    save(first, *chain(1))
+    with sqlite3.connect(tmp_path / "kv/v1/index.sqlite") as index:
+        index.execute("DROP TABLE notes")
+    index.close()
+    first.note(key, TENANT, b"lost", 0.0)
+    assert first.notes([key], 0.0) == {} and "out of use" in caplog.text
+    second = make()
+    second.note(key, TENANT, b"kept", 0.0)
+    assert second.notes([key], 0.0) == {key: b"kept"} and second.look([key]) == 1
+
+
 def test_a_purge_finds_what_the_index_has_not(make, tmp_path):
     disk, (one, other) = make(), chain(2)
     save(disk, one, other)
