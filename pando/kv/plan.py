@@ -26,6 +26,7 @@ Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 FACTS = Struct("5q")  # of an entry: name, shift, first, tokens, pages
 TAIL = 0  # instead of a name: the last entry of a row, of which nobody else knows
+PART = 8  # tokens that could be read in the time that one part more costs, of a row that merges anyway, for each head of a group (H200)
 
 
 class Entries(NamedTuple):
@@ -86,8 +87,10 @@ class CostModel:
     launch: float = 48  # tokens that could be read in the time a further read costs
     merge: float = 2  # per row and head of a group
 
-    def pays(self, tokens: Numbers, rows: Numbers, group: int) -> Flags:
-        return tokens * (rows - 1) > self.launch + self.merge * group * rows
+    def pays(self, tokens: Numbers, rows: Numbers, group: int, *, merging: bool = False) -> Flags:
+        """`merging`: these rows merge something anyway, and one part more is little."""
+        merge = min(self.merge, PART) if merging else self.merge
+        return tokens * (rows - 1) > self.launch + merge * group * rows
 
 
 ALWAYS = CostModel(0, 0)  # shares whatever two rows read
@@ -140,7 +143,13 @@ def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostMode
     segment, origin, readers = _segments(entries.name)
     continues = _continues(linked, segment, origin, readers)
     heads, chain = np.flatnonzero(~continues), np.cumsum(~continues) - 1
-    pays = cost.pays(_sums(entries.tokens[origin], heads), readers[heads], group) & (readers[heads] > 1)
+    tokens, count = _sums(entries.tokens[origin], heads), readers[heads]  # of each chain
+    pays = cost.pays(tokens, count, group) & (count > 1)
+    if cost.merge > PART and pays.any():
+        merges = np.zeros(len(rows), np.bool_)
+        merges[entries.row[pays[chain][segment]]] = True
+        all_merge = np.bincount(segment[merges[entries.row]], minlength=len(origin)) == readers
+        pays |= all_merge[heads] & cost.pays(tokens, count, group, merging=True) & (count > 1)
     shared = pays[chain]  # [S]
 
     lead = shared & ~continues  # [S]

@@ -67,6 +67,16 @@ def test_what_does_not_pay_joins_the_private_runs() -> None:
     assert [(read.pages, read.tokens, read.first) for read in found.private_reads] == [((0, 1), 8, 0), ((0, 6), 8, 0)]
 
 
+def test_rows_that_merge_anyway_share_shorter_segments_too() -> None:
+    dear = CostModel(launch=0, merge=20)
+    trunk, twig = Placement(segment([*range(100, 120)], 0)), Placement(segment([*range(8)], 80))
+    assert not plan([row([twig], [50]), row([twig], [51])], PAGE, cost=dear).shared
+    behind = plan([row([trunk, twig], [50]), row([trunk, twig], [51]), row([trunk], [52])], PAGE, cost=dear)
+    assert [read.tokens for read in behind.shared_reads] == [80, 32]
+    beside = plan([row([trunk, twig], [50]), row([trunk], [51]), row([twig], [52])], PAGE, cost=dear)
+    assert [read.tokens for read in beside.shared_reads] == [80], "one of those who read the twig would merge for it alone"
+
+
 def test_a_row_alone_has_one_read() -> None:
     for cost in (CostModel(), ALWAYS, NEVER, CostModel(-1, 0)):
         found = plan([row([Placement(segment([0, 1], 0)), Placement(segment([2], 8))], [3])], PAGE, cost=cost)
@@ -164,7 +174,7 @@ def pages_read(found: Plan, index: int) -> Counter[tuple[int, int]]:
     return Counter((page, shift) for read, shift in of_row for page in read.pages)
 
 
-@pytest.mark.parametrize("cost", [ALWAYS, NEVER, CostModel(), CostModel(3, 0), CostModel(9, 1)])
+@pytest.mark.parametrize("cost", [ALWAYS, NEVER, CostModel(), CostModel(3, 0), CostModel(9, 1), CostModel(-40, 9)])
 def test_every_row_reads_each_of_its_tokens_exactly_once(cost: CostModel) -> None:
     for seed in range(40):
         rows = forest(random.Random(seed))
@@ -195,7 +205,7 @@ def test_each_page_that_two_rows_have_is_in_a_shared_read_and_only_there() -> No
     assert shared > 60
 
 
-@pytest.mark.parametrize("cost", [ALWAYS, NEVER, CostModel(), CostModel(9, 1)])
+@pytest.mark.parametrize("cost", [ALWAYS, NEVER, CostModel(), CostModel(9, 1), CostModel(-40, 9)])
 def test_no_two_reads_could_be_one(cost: CostModel) -> None:
     for seed in range(60):
         found = plan(forest(random.Random(seed)), PAGE, cost=cost)
