@@ -122,6 +122,7 @@ def _add_cache(to: argparse.ArgumentParser) -> None:
     added = {name: actions.add_parser(name, help=about, description=about, allow_abbrev=False) for name, about in abouts.items()}
     for action in added.values():
         action.add_argument("--disk-dir", metavar="DIR", help="the directory (`store` in Pando's cache folder)")
+        action.add_argument("--remote", metavar="URL", help="a remote instead; on a server of Redis' protocol there are stat and purge")
         action.add_argument("--json", action="store_true", help="print one JSON object")
         _add_config(action)
     added["ls"].add_argument("--pages", action="store_true", help="list every page instead")

@@ -1,4 +1,4 @@
-"""`pando cache`: what is kept on disk, looked at, checked and removed. Servers may use the directory meanwhile. No model is loaded."""
+"""`pando cache`: what is kept on disk or on a remote, looked at, checked and removed. Servers may use it meanwhile. No model is loaded."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from .config import EngineConfig
@@ -15,9 +16,13 @@ from .errors import InvalidOption
 from .kv.segment import Key
 from .model.shelf import Shelf
 from .server.tenants import Tenants
+from .store.fileformat import Header
 from .store.folder import Folder
 from .store.index import Entry
-from .store.tier import tenant_tag
+from .store.keeper import end_parent
+from .store.redis_server import RedisServer
+from .store.remote import directory_of
+from .store.tier import Lost, Shape, tenant_tag
 
 SHOWN = 12  # characters of a key; a command takes as few as LEAST
 LEAST = 8
@@ -40,9 +45,16 @@ class Chain:
 def cache(arguments: argparse.Namespace, config: EngineConfig, out: Out = print, now: float | None = None) -> int:
     """Carries out one command; its exit code."""
     directory = Path(config.disk_dir).expanduser() if config.disk_dir is not None else Shelf.of_user().store
+    if arguments.remote is not None:
+        if arguments.disk_dir is not None:
+            raise InvalidOption("--disk-dir and --remote are two places; give one of them")
+        shared = directory_of(arguments.remote)
+        if shared is None:
+            return _on_server(arguments, config, out)
+        directory = shared
     if not directory.is_dir():
-        raise InvalidOption(f"nothing is kept in {directory}; name the directory of a server with --disk-dir")
-    with closing(Folder(directory)) as folder:
+        raise InvalidOption(f"nothing is kept in {directory}; name the directory of a server with --disk-dir, or of machines with --remote")
+    with closing(Folder(directory, shared=arguments.remote is not None)) as folder:
         commands = {"ls": _ls, "stat": _stat, "verify": _verify, "purge": _purge, "pin": _pin, "unpin": _pin}
         code, told, lines = commands[arguments.action](folder, arguments, config, time.time() if now is None else now)
     for line in [json.dumps({"directory": str(directory), **told})] if arguments.json else lines:
@@ -54,7 +66,7 @@ Told = tuple[int, dict[str, object], Sequence[str]]  # the exit code, the facts,
 
 
 def _ls(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, now: float) -> Told:
-    entries = folder.entries()
+    entries = _joined(folder.entries())
     chains = _chains(entries) if not arguments.pages else [Chain(entry, 1, entry.tokens, entry.size) for entry in entries]
     chains.sort(key=lambda chain: -chain.last.used)
     facts = [
@@ -94,12 +106,7 @@ def _stat(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, n
         [kinds[kind].model.hex()[:SHOWN], kinds[kind].dtype, kinds[kind].codec, str(kinds[kind].page_size), size_of(size)]
         for kind, size in by_kind.most_common()
     ]
-    whose = [[tenant.hex()[:SHOWN], size_of(size)] for tenant, size in by_tenant.most_common()]
-    lines = [
-        *(f"{folder.root.parent}: {_summary(entries)}", ""),
-        *(*_table(["model", "type", "codec", "tokens in a page", "size"], rows), "", *_table(["tenant", "size"], whose)),
-    ]
-    return 0, told, lines if entries else lines[:1]
+    return 0, told, [f"{folder.root.parent}: {_summary(entries)}", *(_shown(rows, by_tenant) if entries else ())]
 
 
 def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, now: float) -> Told:
@@ -107,7 +114,7 @@ def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig,
     bad = [finding for finding in findings if finding.lost is not None]
     if arguments.remove:
         folder.remove([finding.name for finding in bad])
-    said = f"{len(findings)} pages, {size_of(sum(finding.size for finding in findings))}: "
+    said = f"{pages_of(len(findings))}, {size_of(sum(finding.size for finding in findings))}: "
     fate = "removed" if arguments.remove else "computed again when it is needed; --remove takes it away now"
     lines = [f"{finding.name[1].hex()[:SHOWN]}  {finding.lost}" for finding in bad]
     facts = [{"key": finding.name[1].hex(), "reason": finding.lost.reason} for finding in bad if finding.lost]
@@ -116,9 +123,7 @@ def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig,
 
 
 def _purge(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, now: float) -> Told:
-    chosen = [arguments.tenant, arguments.api_key, arguments.tag, arguments.older_than]
-    if arguments.all == any(value is not None for value in chosen):
-        raise InvalidOption("say what to remove: --tenant SALT, --api-key KEY, --tag TAG or --older-than AGE, or --all")
+    _check_choice(arguments)
     before = folder.index.size()
     if arguments.all:
         names = list(folder.files())  # also those that no index can have
@@ -129,7 +134,13 @@ def _purge(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, 
         folder.forget(where, values)
     removed = folder.purge(names)
     size = before - folder.index.size()
-    return 0, {"pages": removed, "bytes": size}, [f"removed {removed} pages, {size_of(size)}"]
+    return 0, {"pages": removed, "bytes": size}, [f"removed {pages_of(removed)}, {size_of(size)}"]
+
+
+def _check_choice(arguments: argparse.Namespace) -> None:
+    chosen = [arguments.tenant, arguments.api_key, arguments.tag, arguments.older_than]
+    if arguments.all == any(value is not None for value in chosen):
+        raise InvalidOption("say what to remove: --tenant SALT, --api-key KEY, --tag TAG or --older-than AGE, or --all")
 
 
 def _condition(arguments: argparse.Namespace, config: EngineConfig, now: float) -> tuple[str, list[object]]:
@@ -156,7 +167,7 @@ def _tags(salt: str, api_key: str | None, server_salt: str) -> list[bytes]:
 
 
 def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, now: float) -> Told:
-    by_name = {(entry.shape, entry.key): entry for entry in folder.entries()}
+    by_name = {(entry.shape, entry.key): entry for entry in _joined(folder.entries())}
     chosen: dict[tuple[str, Key], Entry] = {}
     for word in arguments.keys:
         beginning = _beginning(word)
@@ -164,10 +175,72 @@ def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, no
         if not found:
             raise InvalidOption(f"no page has a key that begins with {word}; `pando cache ls` shows them")
         for entry in found:
-            chosen |= {(one.shape, one.key): one for one in _back(entry, by_name)}
+            ends = [one for one in by_name.values() if (one.shape, one.parent) == (entry.shape, entry.key) and one.tokens < entry.tokens]
+            chosen |= {(one.shape, one.key): one for one in (*_back(entry, by_name), *ends)}
     folder.pin(chosen, arguments.action == "pin")
     size = sum(entry.size for entry in chosen.values())
-    return 0, {"pages": len(chosen), "bytes": size}, [f"{arguments.action}ned {len(chosen)} pages, {size_of(size)}"]
+    return 0, {"pages": len(chosen), "bytes": size}, [f"{arguments.action}ned {pages_of(len(chosen))}, {size_of(size)}"]
+
+
+# ---- a server that speaks Redis' protocol
+
+
+def _on_server(arguments: argparse.Namespace, config: EngineConfig, out: Out) -> int:
+    """It has no index: what is there is found by looking at everything, and when it was used nobody knows but the server."""
+    if arguments.action not in ("stat", "purge"):
+        raise InvalidOption(f"`pando cache {arguments.action}` works on directories; on a server there are `stat` and `purge`")
+    with closing(RedisServer(arguments.remote)) as server:
+        try:
+            told, lines = _stat_server(server) if arguments.action == "stat" else _purge_server(server, arguments, config)
+        except Lost as lost:
+            raise InvalidOption(f"the remote cannot be asked ({lost}); is it running, and is the address right?") from lost
+    for line in [json.dumps({"server": server.place, **told})] if arguments.json else lines:
+        out(line)
+    return 0
+
+
+def _stat_server(server: RedisServer) -> tuple[dict[str, object], Sequence[str]]:
+    by_kind, by_tenant, pages, bad = Counter[Shape](), Counter[bytes](), 0, 0
+    for _, size, header in (each for some in server.pages() for each in some):
+        pages, bad = pages + 1, bad + (header is None)
+        if header is not None:
+            by_kind[header.shape] += size
+            by_tenant[header.card.tenant] += size
+    total = sum(by_kind.values())
+    told: dict[str, object] = {
+        **{"pages": pages, "bytes": total, "bad": bad},
+        "shapes": [{**asdict(kind), "model": kind.model.hex(), "bytes": size} for kind, size in by_kind.most_common()],
+        "tenants": {tenant.hex(): size for tenant, size in by_tenant.most_common()},
+    }
+    rows = [[kind.model.hex()[:SHOWN], kind.dtype, kind.codec, str(kind.page_size), size_of(size)] for kind, size in by_kind.most_common()]
+    said = f"{server.place}: {pages} pages, {size_of(total)}" + (f", {bad} of them damaged" if bad else "")
+    return told, [said, *(_shown(rows, by_tenant) if pages > bad else ())]
+
+
+def _purge_server(server: RedisServer, arguments: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, object], Sequence[str]]:
+    if arguments.older_than is not None:
+        raise InvalidOption("a server does not tell when a page was used; give it a --ttl when pages are saved, or purge by tenant")
+    _check_choice(arguments)
+    names = (
+        _tags(arguments.tenant or "", arguments.api_key, config.cache_salt)
+        if (arguments.tenant, arguments.api_key) != (None, None)
+        else None
+    )
+    beginning = "" if arguments.tag is None else _beginning(arguments.tag)
+
+    def chosen(header: Header | None) -> bool:
+        """What is damaged is of no use to anybody, and nobody knows whose it is."""
+        if header is None or arguments.all:
+            return True
+        return (names is None or header.card.tenant in names) and header.card.tenant.hex().startswith(beginning)
+
+    pages, size = server.remove(chosen)
+    return {"pages": pages, "bytes": size}, [f"removed {pages} pages, {size_of(size)}"]
+
+
+def _shown(rows: Sequence[Sequence[str]], by_tenant: "Counter[bytes]") -> list[str]:
+    whose = [[tenant.hex()[:SHOWN], size_of(size)] for tenant, size in by_tenant.most_common()]
+    return ["", *_table(["model", "type", "codec", "tokens in a page", "size"], rows), "", *_table(["tenant", "size"], whose)]
 
 
 # ---- chains
@@ -185,6 +258,20 @@ def _chains(entries: Sequence[Entry]) -> list[Chain]:
     return chains
 
 
+def _joined(entries: Sequence[Entry]) -> list[Entry]:
+    """The same, each unfilled page with the page before it as its parent: it is kept under that page and whose it is. Where that is not the
+    beginning of its chain, since it begins with what all tenants share, it stays alone."""
+    by_name = {(entry.shape, entry.key): entry for entry in entries}
+    roots: dict[tuple[str, Key], Key] = {}  # where the chain of each page begins
+    for entry in entries:
+        path = list(takewhile(lambda one: (one.shape, one.key) not in roots, _back(entry, by_name)))
+        if path:
+            before = path[-1].shape, path[-1].parent
+            roots.update(dict.fromkeys([(one.shape, one.key) for one in path], roots.get(before, before[1])))
+    pages = {(shape, end_parent(key, root)): key for (shape, key), root in roots.items()}
+    return [entry._replace(parent=pages.get((entry.shape, entry.parent), entry.parent)) for entry in entries]
+
+
 def _back(entry: Entry, by_name: dict[tuple[str, Key], Entry]) -> Iterator[Entry]:
     """A page and those before it, as far as they are here. A damaged index may say that they go in a circle."""
     seen = set[Key]()
@@ -200,7 +287,7 @@ def _back(entry: Entry, by_name: dict[tuple[str, Key], Entry]) -> Iterator[Entry
 
 def _summary(entries: Sequence[Entry]) -> str:
     pinned = sum(entry.size for entry in entries if entry.pinned)
-    return f"{len(entries)} pages, {size_of(sum(entry.size for entry in entries))}" + (
+    return f"{pages_of(len(entries))}, {size_of(sum(entry.size for entry in entries))}" + (
         f", {size_of(pinned)} of it pinned" if pinned else ""
     )
 
@@ -215,6 +302,10 @@ def seconds(age: str) -> float:
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age)) is None:
         raise InvalidOption(f"--older-than is {age!r}; write a number and one of s, m, h, d, w, such as 7d")
     return float(found[1]) * SECONDS[found[2]]
+
+
+def pages_of(count: int) -> str:
+    return f"{count} page{'' if count == 1 else 's'}"
 
 
 def size_of(count: int) -> str:

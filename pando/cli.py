@@ -243,7 +243,8 @@ def _stream(events: Iterator[TokenEvent], stats: bool) -> None:
     if stats:
         modular = f" · modular: {reuse.modules} tokens are approximate" if reuse.modules else ""
         repaired = f" · {reuse.repaired} module tokens were repaired" if reuse.repaired else ""
-        print(f"{speed}{modular}{repaired}", file=sys.stderr)
+        rounded = " · rounded: some of what was reused is approximate" if reuse.rounded else ""
+        print(f"{speed}{modular}{repaired}{rounded}", file=sys.stderr)
 
 
 def _check(finish_reason: FinishReason | None) -> None:

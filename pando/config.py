@@ -29,6 +29,7 @@ CodecName = Literal["none", "fp8", "int8"]
 Quantization = Literal["none", "fp8"]
 KVDType = Literal["auto", "fp8"]
 
+REMOTES = ("redis", "rediss", "unix", "file")
 ENVIRONMENT_PREFIX = "PANDO_"
 NO_OPTIONS = ("PANDO_HOME", "PANDO_BENCH_DATA", "PANDO_MAKE_PROMPT")  # variables that other parts read, and make
 OF_A_CLUSTER = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")  # what Kubernetes sets for a service that is called pando
@@ -90,7 +91,10 @@ class EngineConfig:
         None, "GiB of host memory that cached context may take beside a GPU; auto: a quarter of what is free, at most 16", 0, 2**20
     )
     disk_gib: float | None = _option(
-        None, "GiB of disk for cached context, which outlives the process there; 0: none; auto: a tenth of the free space, or 32", 0, 2**20
+        None,
+        "GiB of disk for cached context, which outlives the process there; 0: none; auto: a tenth of what is free, up to 32",
+        0,
+        2**20,
     )
     disk_dir: str | None = _option(
         None, "the directory for that; auto: `store` in Pando's cache folder", if_empty="name a directory", word="DIR"
@@ -112,6 +116,9 @@ class EngineConfig:
                 f"kv_dtype is fp8 and store_codec {self.store_codec}: what has 8 bits would be rounded again, and take no less; "
                 "leave one of the two out"
             )
+        kind, separator, _ = (self.remote or "").partition("://")
+        if separator and kind not in REMOTES:
+            raise InvalidOption(f"remote is of the kind {kind!r}; write redis://HOST:6379/0, file:///PATH, or the path of a directory")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise InvalidOption(
                 f"kv_cache_tokens is {self.kv_cache_tokens}, less than one page of {self.page_size} tokens; "

@@ -15,9 +15,12 @@ from pando.cache_cli import age_of, seconds, size_of
 from pando.errors import InvalidOption
 from pando.server.tenants import Tenants
 from pando.store.disk import DiskTier
+from pando.store.keeper import end_card, end_parent
+from pando.store.remote import remote_tier
 from pando.store.tier import tenant_tag
 
 from .store.pages import SHAPE, card, chain, data, keys, layers, read
+from .store.test_remote import server  # noqa: F401  # a fixture
 
 DAY = 86400.0
 
@@ -275,11 +278,26 @@ def test_a_conversation_is_pinned_to_its_beginning(disk, pando, told):
     assert "pinned" in pando("ls", "--pages")[1]
 
 
+@pytest.mark.parametrize("given", ["the end", "the page before it"])
+def test_a_conversation_is_pinned_with_its_unfilled_end_whichever_of_them_is_given(disk, pando, told, given):
+    cards, other = chain(3), chain(2, 100)
+    root = cards[0].parent
+    end = end_card(end_parent(cards[-1].key, root), cards[0].tenant, [7, 8, 9])
+    save(disk, *cards, end, *other)
+    assert {one["key"]: (one["pages"], one["tokens"]) for one in told("ls")["conversations"]} == {
+        end.key.hex(): (4, 27),
+        other[-1].key.hex(): (2, 16),
+    }
+    code, out, _ = pando("pin", (end if given == "the end" else cards[-1]).key.hex()[:12])
+    assert code == 0 and out.startswith("pinned 4 pages, ")
+    assert {entry.key for entry in disk.entries() if entry.pinned} == {*keys(cards), end.key}
+
+
 def test_an_index_that_goes_in_a_circle_is_no_endless_list(disk, pando):
     one = card()
     save(disk, one._replace(parent=one.key))
     assert pando("ls", "--pages")[0] == 0
-    assert pando("pin", one.key.hex())[1].startswith("pinned 1 pages")
+    assert pando("pin", one.key.hex())[1].startswith("pinned 1 page, ")
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------------------
@@ -340,3 +358,56 @@ def test_ages_are_read(text, count):
 def test_what_is_no_age_is_refused(text):
     with pytest.raises(InvalidOption, match="7d"):
         seconds(text)
+
+
+# --- remotes -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_a_shared_directory_is_looked_at_and_purged_like_any_other(told, tmp_path, form):
+    tier = remote_tier(form.format(tmp_path / "shared"), SHAPE)
+    save(tier, *salted(b"mine", 2), *chain(3))
+    url = form.format(tmp_path / "shared")
+    assert told("stat", "--remote", url)["pages"] == 5 and len(told("ls", "--remote", url)["conversations"]) == 2
+    assert told("purge", "--tenant", "mine", "--remote", url)["pages"] == 2
+    tier.close()
+
+
+def test_on_a_server_pages_are_counted_and_purged_by_tenant(told, pando, server):  # noqa: F811
+    tier = remote_tier(server, SHAPE)
+    tier._patient.flushall()
+    save(tier, *salted(b"one", 2), *salted(b"two", 3), *chain(1))
+    tier._patient.set(tier._value(bytes(32)), "no page")
+    stat = told("stat", "--remote", server)
+    assert (stat["pages"], stat["bad"], len(stat["tenants"]), len(stat["shapes"])) == (7, 1, 3, 1)
+    assert stat["bytes"] == sum(stat["tenants"].values()) == stat["shapes"][0]["bytes"] > 0
+    assert told("purge", "--tenant", "two", "--remote", server)["pages"] == 3 + 1, "and what is damaged"
+    assert told("purge", "--tag", tenant_tag(b"one").hex()[:12], "--remote", server)["pages"] == 2
+    assert told("stat", "--remote", server)["pages"] == 1
+    code, out, _ = pando("stat", "--remote", server)
+    assert code == 0 and "1 pages" in out and "tenant" in out
+    assert told("purge", "--all", "--remote", server)["pages"] == 1
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["ls"], "on a server there are `stat` and `purge`"),
+        (["verify"], "on a server there are `stat` and `purge`"),
+        (["pin", "0123456789"], "on a server there are `stat` and `purge`"),
+        (["purge", "--older-than", "7d"], "does not tell when a page was used"),
+        (["purge"], "say what to remove"),
+        (["stat", "--disk-dir", "."], "give one of them"),
+        (["stat"], "cannot be asked"),
+    ],
+)
+def test_what_cannot_be_done_on_a_server_is_refused_with_what_can(pando, tmp_path, words, why):
+    pytest.importorskip("redis")
+    code, out, err = pando(*words, "--remote", f"unix://{tmp_path}/nobody")
+    assert (code, out) == (2, "") and why in err
+
+
+def test_a_remote_of_another_kind_is_refused(pando):
+    code, _, err = pando("stat", "--remote", "s3://bucket")
+    assert code == 2 and "'s3'" in err and "redis://HOST:6379" in err

@@ -67,6 +67,7 @@ def test_a_file_of_the_server_serves_the_other_commands_too(tmp_path):
         ({"metrics_compat": "statsd"}, {}, "", "--metrics-compat: metrics_compat is 'statsd'; it must be one of none, vllm"),
         ({"pin_quota": "101"}, {}, "", "--pin-quota: pin_quota is 101; it must be a whole number from 0 to 100"),
         ({"cors_origins": ["https://a.example/"]}, {}, "", "cors_origins has 'https://a.example/'; write scheme and host"),
+        ({"remote": "s3://bucket"}, {}, "", "remote is of the kind 's3'; write redis://HOST:6379/0"),
         ({"cors_origins": ["a.example"]}, {}, "", "cors_origins has 'a.example'"),
         ({"ports": 3}, {}, "", "unknown option 'ports'"),
     ],

@@ -60,6 +60,9 @@ class Willing(Speeds):
     def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
         return True
 
+    def patience(self, tokens: int) -> None:
+        """However long it takes."""
+
 
 class Throttled:
     """A tier that is read at a given rate, in bytes per second."""

@@ -20,10 +20,12 @@ from ..config import EngineConfig, PolicyName
 from ..engine.engine import Engine
 from ..engine.facts import Stats
 from ..engine.request import Request, SamplingParams, TokenEvent
+from ..engine.tiers import shape_of
 from ..errors import InvalidOption
 from ..kv.pool import PagePool
 from ..kv.segment import Key, Lineage, extend_keys
 from ..model.load import Model
+from ..store.fileformat import file_size
 from ..store.policy import POLICIES
 from ..store.speeds import Speeds
 from .conversations import Conversation, Piece, Turn
@@ -85,6 +87,9 @@ class Played:
 class Always(Speeds):
     def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
         return True
+
+    def patience(self, tokens: int) -> None:
+        """However long it takes."""
 
 
 class Rehearsal:
@@ -171,11 +176,12 @@ def rehearse(conversations: Sequence[Conversation], machine: Machine, small: Sma
     yield told(RECOMPUTED, cold, stats)
     pages = len(_kept(cold.values()))
     pool, host, disk = (int(share * pages) for share in small.shares)
+    file_bytes = file_size(PAGE, shape_of(model, config), page_bytes // facts.layers)
     pool, host, disk = max(pool, largest // PAGE + small.rows), max(host, LEAST), max(disk, LEAST)
     for policy in policies:
         with TemporaryDirectory(prefix="pando-bench-") as folder:
             config = replace(config, kv_cache_tokens=pool * PAGE, prefix_caching=True, policy=policy, host_gib=host * page_bytes / GIB)
-            config = replace(config, disk_gib=disk * page_bytes / GIB, disk_dir=folder)
+            config = replace(config, disk_gib=disk * file_bytes / GIB, disk_dir=folder)
             found, stats = _played(model, config, machine, said)
         yield replace(told(policy, found, stats), equal=sum(found[name].answer == asked.answer for name, asked in cold.items()))
         simulated = replay(replace(machine, pool=pool * PAGE), said, POLICIES[policy], host * page_bytes, disk * page_bytes)

@@ -9,7 +9,7 @@ to catch up with, and here several.
 import gc
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
@@ -26,6 +26,8 @@ from ..kv.tree import PrefixTree
 from ..store.policy import LRU, Policy
 from .conversations import Conversation, Turn
 from .simulated import Clock, Heap, SimulatedStore, simulated_store
+
+Tell = Callable[[int], object]
 
 HOST, DISK = "host", "disk"
 ROOT = root_key(b"simulated", b"")
@@ -107,9 +109,11 @@ class _Asked:
 
 
 class Replay:
-    def __init__(self, machine: Machine, conversations: Sequence[Conversation], clock: Clock, store: SimulatedStore | None) -> None:
-        """Without a store nothing is kept at all, not even on the device."""
-        self.machine, self.clock, self.store = machine, clock, store
+    def __init__(
+        self, machine: Machine, conversations: Sequence[Conversation], clock: Clock, store: SimulatedStore | None, tell: Tell | None = None
+    ) -> None:
+        """Without a store nothing is kept at all, not even on the device. `tell` hears after every step how many turns are served."""
+        self.machine, self.clock, self.store, self._tell = machine, clock, store, tell
         self.outcome = Outcome()
         self._conversations = conversations
         self._arrivals = [(one.arrival, number, 0) for number, one in enumerate(conversations)]
@@ -136,6 +140,8 @@ class Replay:
                 while self._arrivals and self._arrivals[0][0] <= self.clock.now:
                     self._ask(*heapq.heappop(self._arrivals))
                 self._step()
+                if self._tell is not None:
+                    self._tell(len(self.outcome.served))
         finally:
             if collects:
                 gc.enable()
@@ -338,19 +344,21 @@ class Replay:
         return self._conversations[asked.conversation].turns[asked.number]
 
 
-def replay(machine: Machine, conversations: Sequence[Conversation], policy: Policy, host: int, disk: int) -> Outcome:
+def replay(
+    machine: Machine, conversations: Sequence[Conversation], policy: Policy, host: int, disk: int, tell: Tell | None = None
+) -> Outcome:
     """Capacities are bytes; a disk of none is no tier."""
     clock, pages = Clock(), {HOST: machine.pages(host), DISK: machine.pages(disk)}
     rates = {HOST: machine.host_rate, DISK: machine.disk_rate}
     store = simulated_store(clock, policy, machine.kv_bytes, machine.page, pages, rates, machine.prefill_rate)
-    return Replay(machine, conversations, clock, store).run()
+    return Replay(machine, conversations, clock, store, tell).run()
 
 
-def endless(machine: Machine, conversations: Sequence[Conversation]) -> Outcome:
+def endless(machine: Machine, conversations: Sequence[Conversation], tell: Tell | None = None) -> Outcome:
     """Host memory that holds whatever is ever said."""
     pages = sum(-(-(turn.new + turn.answer) // machine.page) + 2 * (len(turn.context) + 1) for one in conversations for turn in one.turns)
-    return replay(machine, conversations, LRU(), pages * machine.page * machine.kv_bytes, 0)
+    return replay(machine, conversations, LRU(), pages * machine.page * machine.kv_bytes, 0, tell)
 
 
-def recomputed(machine: Machine, conversations: Sequence[Conversation]) -> Outcome:
-    return Replay(machine, conversations, Clock(), None).run()
+def recomputed(machine: Machine, conversations: Sequence[Conversation], tell: Tell | None = None) -> Outcome:
+    return Replay(machine, conversations, Clock(), None, tell).run()

@@ -23,7 +23,7 @@ from ..store.host import HostTier
 from ..store.ledger import Ledger
 from ..store.movers import Copy, Take
 from ..store.policy import Policy
-from ..store.speeds import Speeds
+from ..store.speeds import Moved, Speeds
 from ..store.store import Store
 from ..store.tier import Card, Lost, Reader, Shape, Tier, remember_end
 from ..store.transfer import Load, Transfer
@@ -90,7 +90,8 @@ class Hand(Worker):
     def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
         self._posted += 1
         heapq.heappush(self._posts, (not urgent, self._posted, self._clock.now, task))
-        self._look()
+        if urgent or len(self._posts) == 1:
+            self._look()
 
     def _look(self) -> None:
         self.begins = max(self._free, self._posts[0][2]) if self._posts else math.inf
@@ -245,7 +246,7 @@ class _Transfer(Transfer):
             below.layer(0, NOTHING)
             self._held.commit(below.card)
 
-    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> None:
+    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> Mapping[str, Moved]:
         """As ever, but that its end is seen when the time has passed."""
         tokens, written = 0, list[tuple[Callable[[Card], None], Card]]()
         for load, sources in [(load, self._sources(load)) for load in loads]:
@@ -263,6 +264,7 @@ class _Transfer(Transfer):
         for load in loads:
             self._clock.later(Load.end, load)
         heapq.heappush(self._ends, self._clock.moment)
+        return {}
 
     def _sources(self, load: Load) -> list[tuple[Card, Reader | None, bool]]:
         """What is read for a load, from below where host memory does not have it, and whether it stays there then."""
@@ -305,7 +307,7 @@ class SimulatedStore(Store):
         self._loader: Hand = clock.hand("load")
         self._saver, self._writer = clock.hand("save"), clock.hand("write")
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
-        self._done, self.speeds = _Done(clock), speeds
+        self._done, self.speeds, self._now = _Done(clock), speeds, lambda: clock.now
 
     @property
     def spare(self) -> int:

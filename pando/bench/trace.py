@@ -38,6 +38,7 @@ MACHINES = {
     # 80 layers of 8 heads of 128. Section 2.4 has 2K tokens of a 65B model in 360 ms; the step is assumed.
     "llama-70b": Machine(kv_bytes=327_680, prefill_rate=5280, step=0.04, batch=24, gpus=4, pool=450_000, page=PAGE),
 }
+EVERY = 10.0  # seconds between two words on how far a replay is
 PROMISED, NEAR, IN_HOST = 0.86, 0.03, 0.99
 GENERATED_PAGE = 128  # tokens
 LONGEST = 32768  # tokens of a request that an engine is asked
@@ -63,7 +64,7 @@ class Line:
     prefill_rate: float | None = None  # prompt tokens/s
     gpu_hours: float | None = None  # of all GPUs together: hours in which they were busy
     cost: float | None = None  # dollars
-    took: float | None = None  # seconds, of this machine
+    took: float = 0.0  # seconds, of this machine
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,11 +79,11 @@ def main(argv: Sequence[str]) -> int:
     facts: dict[str, object] = {"command": " ".join(["pando bench trace", *argv]), "machine": asdict(machine)}
     if given.engine:
         return _through_engine(given, machine, facts)
-    lines: list[Line] = []
+    lines, start = list[Line](), time.perf_counter()
     for line in _replays(given, machine):
-        found = f"{line.whole:.1%} of turns, {line.tokens:.1%} of tokens"
-        print(f"  {line.policy}: {found}, {line.took:.0f} s" if line.took else f"  {line.policy}: {found}", file=sys.stderr, flush=True)
+        _say(f"{line.policy}: {line.whole:.1%} of turns, {line.tokens:.1%} of tokens, {line.took:.0f} s")
         lines.append(line)
+    _say(f"{len(lines)} replays in {time.perf_counter() - start:.0f} s")
     results = judged(lines, generated=bool(given.generate))
     print(shown(lines))
     if results:
@@ -91,6 +92,10 @@ def main(argv: Sequence[str]) -> int:
     if given.plot:
         draw(lines, given.file.name if given.file else "conversations like ShareGPT's", given.plot)
     return 0
+
+
+def _say(what: str) -> None:
+    print(f"  {what}", file=sys.stderr, flush=True)
 
 
 def _through_engine(given: argparse.Namespace, machine: Machine, facts: dict[str, object]) -> int:
@@ -102,7 +107,7 @@ def _through_engine(given: argparse.Namespace, machine: Machine, facts: dict[str
     said = read(given.file) if given.file else sharegpt(shape, given.seed)
     lines = []
     for line in rehearsal.rehearse(said, machine, small, _policies(given)):
-        print(f"  {line.policy}: {line.computed:.1%} computed{', simulated' if line.simulated else ''}", file=sys.stderr, flush=True)
+        _say(f"{line.policy}: {line.computed:.1%} computed{', simulated' if line.simulated else ''}")
         lines.append(line)
     print(f"{lines[0].turns} turns, {lines[0].tokens} tokens of prompts\n\n{rehearsal.shown(lines)}")
     _write(given.json, {"facts": facts, "small": asdict(small), "lines": list(map(asdict, lines))})
@@ -162,16 +167,31 @@ def _said(source: Path | Shape, seed: int) -> list[Conversation]:
     return sharegpt(source, seed) if isinstance(source, Shape) else read(source)
 
 
+class Progress:
+    """Says how far a replay is, now and then: the long ones take minutes."""
+
+    def __init__(self, name: str, turns: int) -> None:
+        self._name, self._turns, self._start = name, turns, time.perf_counter()
+        self._next = self._start + EVERY
+
+    def __call__(self, served: int) -> None:
+        now = time.perf_counter()
+        if now >= self._next:
+            self._next = now + EVERY
+            _say(f"{self._name}: {served} of {self._turns} turns, {now - self._start:.0f} s")
+
+
 def played(case: Case) -> Line:
     start, said = time.perf_counter(), _said(case.said, case.seed)
+    tell = Progress(case.policy, sum(len(one.turns) for one in said))
     if case.policy == BELADY:
-        return belady(said, case.machine, case.host, case.warm)
+        return replace(belady(said, case.machine, case.host, case.warm), took=time.perf_counter() - start)
     if case.policy == ENDLESS:
-        outcome = endless(case.machine, said)
+        outcome = endless(case.machine, said, tell)
     elif case.policy == RECOMPUTED:
-        outcome = recomputed(case.machine, said)
+        outcome = recomputed(case.machine, said, tell)
     else:
-        outcome = replay(case.machine, said, POLICIES[case.policy], round(case.host * GIB), round(case.disk * GIB))
+        outcome = replay(case.machine, said, POLICIES[case.policy], round(case.host * GIB), round(case.disk * GIB), tell)
     think = case.said.think if isinstance(case.said, Shape) else None
     line = summary(outcome, case.policy, case.host, case.disk, machine=case.machine, think=think, warm=case.warm)
     return replace(line, took=time.perf_counter() - start)
@@ -240,22 +260,8 @@ def judged(lines: Sequence[Line], generated: bool) -> list[Result]:
 
 
 def shown(lines: Sequence[Line]) -> str:
-    heads = (
-        "pause s",
-        "host GiB",
-        "disk GiB",
-        "policy",
-        "turns",
-        "tokens",
-        "in pool",
-        "in host",
-        "first ms",
-        "p95",
-        "waited s",
-        "prefill tok/s",
-        "GPU h",
-        "$",
-    )
+    found = ("turns", "tokens", "in pool", "in host")
+    heads = ("pause s", "host GiB", "disk GiB", "policy", *found, "first ms", "p95", "waited s", "prefill tok/s", "GPU h", "$")
     rows = []
     for line in lines:
         sizes = ("", "") if line.policy in (ENDLESS, RECOMPUTED) else (f"{line.host_gib:g}", f"{line.disk_gib:g}")

@@ -67,9 +67,10 @@ class Answer:
         cached, logprobs = row.cached or 0, None
         if chosen.top is not None:
             logprobs = {token: Logprob(value, rank, self._tokenizer.token_text(token)) for token, value, rank in chosen.top}
-        if self._reuse.device != cached or self._reuse.miss is not row.miss or self._reuse.tiers is not row.tiers:
+        told = self._reuse
+        if (told.device, told.rounded) != (cached, row.rounded) or told.miss is not row.miss or told.tiers is not row.tiers:
             held = min(self._modules, row.held)
-            self._reuse = Reuse(cached, row.miss, self._modules, held, self._repaired, row.tiers, row.truncated)
+            self._reuse = Reuse(cached, row.miss, self._modules, held, self._repaired, row.tiers, row.truncated, row.rounded)
         return TokenEvent(
             row.request_id,
             row.index,

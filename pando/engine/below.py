@@ -9,9 +9,10 @@ import numpy as np
 from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
-from ..store.keeper import Departing, Found, Keeper, Loading, Offer, end_card, end_parent
+from ..store.keeper import Departing, Ended, Found, Keeper, Loading, Offer, Sought, end_card, end_parent
 from ..store.tier import Card
 from .imports import Want, wants
+from .rounded import Rounded
 from .row import Row, Schedule
 
 PAUSE = 0.02  # seconds for which nothing is asked of an engine that has nothing to do but to wait
@@ -22,6 +23,7 @@ class Below:
     def __init__(self, store: Keeper, tree: PrefixTree) -> None:
         self.store = store
         self.tree = tree
+        self.rounded = Rounded(tree.page_size, rounds=store.rounds)
         self.limbo: list[tuple[Loading, list[int]]] = []  # pages that are filled for nobody
         self._departure: Departing | None = None  # of the last step that was made
         self._coming: dict[Row, None] = {}  # rows that wait, and whose pages the store has not been told of
@@ -59,28 +61,50 @@ class Below:
         """Begins to bring up what is kept of a row behind what the tree has, if it is more than that; answers how many tokens. The row has
         its pages already."""
         found = self.look(row.lineage, row.tenant, row.keys, row.tokens, row.settled, limit)
-        if found is None or found.tokens <= more_than:
+        row.ended = found.ended
+        if found.tokens <= more_than:
             return 0
         start = row.settled // self.tree.page_size
         row.load = self.store.load(found, row.keys, row.pages[start : start + len(found.parts)])
         row.loaded = found.tokens
         return found.tokens
 
-    def look(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Found | None:
+    def awaits(self, row: Row, now: float) -> bool:
+        """Is it still being asked what a remote has of a row, and of what stands before its tokens?"""
+        if self.store.scout is None or row.is_shunned or row.scored is not None:
+            return False
+        extend_keys(row.keys, row.lineage, row.tokens, self.tree.page_size)
+        found = {each.want for each in row.imports}
+        chains = [(want.lineage, want.keys, want.run.tokens, 0, want.origin.first) for want in row.wants if want not in found]
+        asked = [self._asks(row.tenant, *chain, now) for chain in (*chains, (row.lineage, row.keys, row.tokens, 1, row.at))]
+        return any(asked)
+
+    def _asks(self, tenant: Key, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], less: int, first: int, now: float) -> bool:
+        assert self.store.scout is not None
+        limit = len(tokens) - less
+        match = self.tree.match(lineage, keys, tokens, limit, now, first=first)
+        self.tree.forget_bare(match.stem)
+        settled = match.stem.end - first
+        return settled < limit and self.store.scout.awaits(self._sought(lineage, tenant, keys, tokens, settled, limit))
+
+    def look(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Found:
         """What is kept of tokens behind those that the tree has, which are `settled`; of at most `limit`, if loading is worth its time."""
+        return self.store.look(self._sought(lineage, tenant, keys, tokens, settled, limit))
+
+    def _sought(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Sought:
         start, root = settled // self.tree.page_size, lineage.root
         before = keys[start - 1] if start else root
         owners = sorted({lineage.owner, root})
-        return self.store.look(keys[start:], tokens[settled:], before, owners, self.store.tag(tenant), limit - settled)
+        return Sought(keys[start:], tokens[settled:], before, owners, self.store.tag(tenant), limit - settled)
 
-    def keeps(self, want: Want, tenant: Key, now: float) -> bool:
-        """Is all of a run kept that the tree does not have, and worth loading?"""
+    def keeps(self, want: Want, tenant: Key, now: float) -> tuple[bool, Ended | None]:
+        """Is all of a run kept that the tree does not have, and worth loading? And why not, where that is known."""
         tokens, first = want.run.tokens, want.origin.first
         match = self.tree.match(want.lineage, want.keys, tokens, len(tokens), now, first=first)
         self.tree.forget_bare(match.stem)
         settled = match.stem.end - first
         found = self.look(want.lineage, tenant, want.keys, tokens, settled, len(tokens))
-        return found is not None and settled + found.tokens == len(tokens)
+        return settled + found.tokens == len(tokens) and bool(found.parts), found.ended
 
     def end(self, row: Row) -> bool:
         """What came is the row's; what did not is computed. Answers whether it is known what came: a load that does not end keeps its
@@ -99,6 +123,9 @@ class Below:
         for part in parts if row.is_new else ():
             row.tiers[part.tier] = row.tiers.get(part.tier, 0) + min(left, len(part.card.tokens))
             left -= min(left, len(part.card.tokens))
+        start = row.settled // self.tree.page_size
+        self.rounded.come(row.pages[start : start + len(parts)])
+        self.rounded.look(row)
         return True
 
     def stop(self, row: Row) -> list[int]:
@@ -121,6 +148,8 @@ class Below:
             load.finish()
         for load, _ in () if wanted else self.limbo[:1]:
             load.ends_within(PAUSE)
+        if not wanted and self.store.scout is not None:
+            self.store.scout.listen(PAUSE)
 
     def returned(self) -> list[int]:
         """Pages that nobody fills any more."""
@@ -141,6 +170,7 @@ class Below:
     def keep(self, row: Row, start: int, stop: int) -> None:
         """Pages that the tree has taken from a row outlive the pool from now on."""
         assert row.stem is not None
+        self.rounded.look(row)
         wanted = list(self._wanted(row, start, stop))
         for first in range(0, len(wanted), self.store.buffer):
             self._offer(row.stem, wanted[first : first + self.store.buffer], row.keys[:stop])

@@ -47,6 +47,8 @@ class Holding:
         if below is not None and (kept := below.load(row, limit, more_than=tokens)):
             row.computed += kept
             return []
+        if self.below is not None:
+            self.below.rounded.look(row, source if tokens else None)
         row.computed += tokens
         return [Copy(source, row.pages[row.settled // self.pages.page_size], tokens)] if tokens else []
 
@@ -56,7 +58,7 @@ class Holding:
             return False
         if self.below is not None:
             row.computed += self.below.load(row, len(row.tokens), more_than=0)
-        row.cached, row.loads_since, row.comes = row.computed, now, tuple(self._coming(row))
+        row.cached, row.comes = row.computed, tuple(self._coming(row))
         return True
 
     def _coming(self, row: Row) -> Iterator[Segment]:
@@ -127,7 +129,9 @@ class Holding:
         if missing > 0:
             after = row.pages[-1] if row.pages else None
             expect = self.pages.needed(row.last) - len(row.pages) - missing
-            row.pages += self.pages.take(missing, after, max(0, expect))
+            row.pages += (taken := self.pages.take(missing, after, max(0, expect)))
+            if self.below is not None:
+                self.below.rounded.begin(row, taken)
             self.turns.change()
 
     def hand_over(self, row: Row, now: float) -> None:

@@ -70,6 +70,8 @@ class Makers:
                 maker = self.begin(row.tenant, want, row.arrival, None if row.is_shunned else below, now)
                 maker.is_shunned = row.is_shunned
                 found.append(maker)
+                if maker.ended is not None and row.miss == (cold := self.miss(row, want)):
+                    row.miss = Miss(maker.ended, cold.token)
             else:
                 found += self._forward(maker)
         return found
@@ -179,10 +181,10 @@ class Makers:
 
     def begin(self, tenant: Key, want: Want, arrival: int, below: Below | None, now: float) -> Row:
         """What is kept below comes up as it is: nothing that it was made behind is needed for that."""
-        brings = below is not None and below.keeps(want, tenant, now)
+        brings, ended = below.keeps(want, tenant, now) if below is not None else (False, None)
         lineage, tokens = (want.lineage, want.run.tokens) if brings else (want.context, want.path)
         maker = Row("", -1, tokens, SamplingParams(), 0, lineage, len(tokens), tenant, makes=want, arrival=arrival)
-        maker.found, maker.brings = {}, brings
+        maker.found, maker.brings, maker.ended = {}, brings, None if brings else ended
         if brings:
             maker.at, maker.keys = want.origin.first, list(want.keys)
         else:

@@ -21,13 +21,15 @@ class Misses:
             return None if row.wants else Miss("too_short" if self._reuse and row.scored is None else "off", 0)
         if found >= limit:
             return None
+        if row.ended in ("slow", "expired"):
+            return Miss(row.ended, token)
         if page < len(row.keys) and self._tree.was_evicted(row.keys[page]):
-            return Miss("evicted", token)
+            return Miss(row.ended or "evicted", token)
         if page < len(row.trace) and self._traced.get(row.trace[page], row.lineage.owner) != row.lineage.owner:
             return Miss("other_tenant", token)
         if found == 0:
-            return None if row.wants else Miss("cold", 0)
-        return Miss("diverged", token) if match.diverges and found == match.length - row.at else None
+            return None if row.wants else Miss(row.ended or "cold", 0)
+        return Miss(row.ended or "diverged", token) if match.diverges and found == match.length - row.at else None
 
     def remember(self, row: Row) -> None:
         for key in row.trace:

@@ -161,7 +161,7 @@ class Request:
     drop: Sequence[Span] = ()  # parts of the prompt to leave out: first token and end, ascending
 
 
-MissReason = Literal["cold", "diverged", "evicted", "lost", "other_tenant", "too_short", "off"]
+MissReason = Literal["cold", "diverged", "evicted", "expired", "slow", "lost", "other_tenant", "too_short", "off"]
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,10 @@ class Miss:
     """Why reuse ended where it did.
 
     cold: nothing of this was seen before. diverged: what is known goes on differently from this token on. evicted: it was known, and its
-    pages were needed. lost: it was kept in a tier below the pool, and could not be read back. other_tenant: the same owner has it under
-    another salt. too_short: a prompt of one token, which is always computed. off: reuse was ruled out, by the configuration or because
-    every prompt token's logprob was wanted.
+    pages were needed. expired: nobody used it for longer than the tiers below the pool keep it. slow: it is kept there, and was sooner
+    computed than loaded. lost: it was kept there and could not be read back, or a tier did not say what it has. other_tenant: the same
+    owner has it under another salt. too_short: a prompt of one token, which is always computed. off: reuse was ruled out, by the
+    configuration or because every prompt token's logprob was wanted.
     """
 
     reason: MissReason
@@ -216,6 +217,7 @@ class Reuse:
     repaired: int = 0  # so many more had been, and were computed again
     tiers: Mapping[str, int] = field(default_factory=dict)  # of the tokens, so many came from each tier below the device
     truncated: Truncated | None = None
+    rounded: bool = False  # some of it was kept with a codec that rounds, or computed behind such: the answer is an approximation
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ..kv.plan import Numbers, RowView
 from ..kv.segment import Key, Lineage, Placement, Segment
 from ..kv.stem import Stem
-from ..store.keeper import Departing, Loading
+from ..store.keeper import Departing, Ended, Loading
 from .imports import Import, Want
 from .request import Constraint, Miss, SamplingParams, Truncated
 
@@ -54,12 +54,13 @@ class Row:
     truncated: Truncated | None = None  # what is left out of it
     load: Loading | None = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
-    loads_since: float = 0.0
+    ended: Ended | None = None  # why the tiers below the pool had no more of it, where they know
     is_new: bool = True  # it was not admitted before: `cached` counts on what is on its way
     is_shunned: bool = False  # they did not come: it is computed
     is_suspect: bool = False  # what it computed is no number
     tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
     raised: int = 0  # of those, tokens that were encoded behind something else than what stands before them here
+    rounded: bool = False  # some of what it reads went through a codec that rounds, or was computed behind such
     repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
     _view: RowView | None = field(default=None, init=False, repr=False)
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows

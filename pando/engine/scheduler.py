@@ -25,7 +25,6 @@ from .misses import Misses
 from .row import Copy, Row, Schedule
 from .turns import Turn, Turns, flying
 
-PATIENCE = 30.0  # seconds that a row waits for its context while others run
 LEAST = 32  # tokens of a step: prompts of fewer at a time would take for ever
 
 
@@ -56,12 +55,9 @@ class Scheduler:
         self._turns = Turns(pages.page_size)
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
         self._misses = Misses(tree, reuse)
-        self._holding = Holding(pages, tree, self._turns, Below(store, tree) if store is not None else None, reuse=reuse)
+        self.below = Below(store, tree) if store is not None else None
+        self._holding = Holding(pages, tree, self._turns, self.below, reuse=reuse)
         self.makers = Makers(tree, self.waiting, self.running, self.loading, self._arrivals)
-
-    @property
-    def below(self) -> Below | None:
-        return self._holding.below
 
     @property
     def _is_stuck(self) -> bool:
@@ -177,7 +173,7 @@ class Scheduler:
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
-        for row in [row for row in self.loading if row.loads_since + PATIENCE < self._now and row.load is not None and not row.load.done]:
+        for row in [row for row in self.loading if row.load is not None and row.load.late]:
             self._shun(row)
         for row in [row for row in self.loading if row.brings and (row.load is None or row.load.done or row.load.late)]:
             self._take_in(row)
@@ -244,7 +240,7 @@ class Scheduler:
         all(load.finish() for load, _ in self.below.limbo)  # those behind one that does not end wait for it, too
         self.tend()
         self.below.close()
-        self._holding.below = None
+        self.below = self._holding.below = None
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
@@ -281,6 +277,10 @@ class Scheduler:
         self._stuck_at = None
         while budget and self.waiting and self._has_place(self.waiting[0]) and idle < self.max_rows:
             row = self.waiting.popleft()
+            if self.below is not None and self.below.awaits(row, self._now):
+                skipped.append(row)
+                idle += 1
+                continue
             makers = self.makers.gather(row, self.below, self._now, alone=self._is_idle)
             if makers and all(maker.brings for maker in makers):
                 self.waiting.extendleft((row, *reversed(makers)))  # it comes again when they are on their way
@@ -360,7 +360,6 @@ class Scheduler:
             self._misses.remember(row)
         if self.below is not None and row.makes is None:
             self.below.leave(row)
-        row.loads_since = self._now
         if row.loads and not self._is_idle:
             self.loading.append(row)
         else:

@@ -18,22 +18,25 @@ from ..model.load import Model, free_memory
 from ..model.shelf import Shelf
 from ..store.codec import codec
 from ..store.disk import DiskTier
+from ..store.fileformat import file_size
 from ..store.host import HostTier
 from ..store.index import Entry
 from ..store.ledger import Ledger, Page
 from ..store.movers import mover_of
 from ..store.policy import POLICIES
 from ..store.remote import remote_tier
+from ..store.scout import Scout
 from ..store.store import Store
 from ..store.tier import Shape, Tier
 from ..store.transfer import Transfer
+from ..store.worker import tried
 
 log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 BUFFER = 16  # pages that may be on their way out of the pool
 HOST_SHARE, HOST_MOST = 0.25, 16 * 2**30  # of the free memory, beside a GPU: pinning that much takes some seconds
-DISK_SHARE, DISK_MOST = 0.1, 32 * 2**30  # of the free space
+DISK_SHARE, DISK_MOST = 0.1, 32 * 2**30  # of what is free, or the directory's own
 SWITCH = 0.0002  # seconds that one thread may keep Python from the others: the one that asks for copies must not wait for a plan
 GIB = 2**30
 
@@ -45,30 +48,35 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
     shape, packed = shape_of(model, config), codec(config.store_codec)
     layer_bytes = packed.layer_bytes(shape, shape.page_size)
     page_bytes = shape.layers * layer_bytes
-    disk_bytes = _disk_bytes(config, page_bytes)
+    file_bytes = file_size(shape.page_size, shape, layer_bytes)
+    disk, disk_bytes = _disk(config, shape, file_bytes)
     host_pages = _host_bytes(model, config) // page_bytes
-    if not host_pages and not disk_bytes and config.remote is None:
+    if not host_pages and disk is None and config.remote is None:
         return None
     below, capacities = list[Tier](), {"host": max(host_pages, 2 * BUFFER) * page_bytes}
     passing = 2 * BUFFER  # pages beside these: of what host memory does not keep, or of which it is not known yet
-    disk = None
-    if disk_bytes:
-        disk = DiskTier(_directory(config), shape)
-        disk.make_room(disk_bytes, ())
+    if disk is not None:
         below.append(disk)
-        capacities["disk"] = disk_bytes
-    if config.remote is not None:
-        below.append(remote_tier(config.remote, shape, config.ttl or None))
+    if disk is not None and not disk.is_full:
+        disk.make_room(disk_bytes, ())
+        capacities["disk"] = disk_bytes // file_bytes * page_bytes  # so many whole files
+    remote = remote_tier(config.remote, shape, config.ttl or None) if config.remote is not None else None
     host = HostTier(shape, max(host_pages, 2 * BUFFER) + passing, layer_bytes, pinned=model.device.type == "cuda")
     ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None, moves_down=False)
-    if disk is not None:
+    scout = Scout(remote, ledger, shape.page_size) if remote is not None else None
+    below += [scout] if scout is not None else []
+    if disk is not None and not disk.is_full:
         _enter(ledger, disk, page_bytes, time.time())
     sizes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items())
-    log.info("cached context outlives the pool: %s%s", sizes, f" in {_directory(config)}" if disk is not None else "")
+    where = f" in {_directory(config)}" if disk is not None else ""
+    log.info("cached context outlives the pool: %s%s%s", sizes, where, f", and what {remote.place} holds" if remote is not None else "")
+    if remote is not None and (lost := tried(remote.reach)) is not None:
+        log.warning("the remote cannot be reached now, and is asked again when something is looked for: %s", lost)
     if model.device.type == "cuda":
         sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
     transfer = Transfer(shape, packed, mover_of(pool, shape, packed), host, below, reserve=passing)
-    return Store(transfer, ledger, below, buffer=BUFFER, disk=disk, bound=disk_bytes)
+    touches = [tier.touch for tier in (disk, remote) if tier is not None]
+    return Store(transfer, ledger, below, buffer=BUFFER, disk=disk, bound=disk_bytes, touches=touches, scout=scout)
 
 
 def shape_of(model: Model, config: EngineConfig) -> Shape:
@@ -86,20 +94,38 @@ def _host_bytes(model: Model, config: EngineConfig) -> int:
     return min(int(HOST_SHARE * free_memory(_CPU)), HOST_MOST)
 
 
-def _disk_bytes(config: EngineConfig, page_bytes: int) -> int:
+def _disk(config: EngineConfig, shape: Shape, file_bytes: int) -> tuple[DiskTier | None, int]:
+    """The tier, if there is one, and its bound in bytes."""
     if config.disk_gib is None:
-        place = _directory(config)
-        while not place.exists():
-            place = place.parent
-        size = min(int(DISK_SHARE * shutil.disk_usage(place).free), DISK_MOST)
-        return size if size >= page_bytes else 0
+        return _disk_as_it_fits(_directory(config), shape, file_bytes)
     size = int(config.disk_gib * GIB)
-    if 0 < size < page_bytes:
+    if 0 < size < file_bytes:
         raise InvalidOption(
-            f"disk_gib is {config.disk_gib:g} and one page of {config.page_size} tokens takes {page_bytes / GIB:.3f} GiB; "
+            f"disk_gib is {config.disk_gib:g} and one page of {config.page_size} tokens takes {file_bytes / GIB:.3f} GiB; "
             "raise it to hold at least some pages, or give 0 for no disk"
         )
-    return size
+    return (DiskTier(_directory(config), shape), size) if size else (None, 0)
+
+
+def _disk_as_it_fits(directory: Path, shape: Shape, file_bytes: int) -> tuple[DiskTier | None, int]:
+    """A part of what is free, or held already: so the bound does not shrink as the directory fills. Where that is less than a page, what is
+    there is read all the same."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        log.warning("no context is kept on disk: %s cannot be used (%s); choose another --disk-dir", directory, error.strerror or error)
+        return None, 0
+    disk = DiskTier(directory, shape)
+    size = min(int(DISK_SHARE * (free + disk.size)), DISK_MOST)
+    disk.is_full = size < file_bytes
+    if disk.is_full:
+        log.warning(
+            "no more context is kept on disk: %d bytes are free at %s, and a tenth of that is less than a page of %d; "
+            "what is there is read. Make room, choose another --disk-dir, or say with --disk-gib how much it may take",
+            *(free, directory, file_bytes),
+        )
+    return disk, size
 
 
 def _directory(config: EngineConfig) -> Path:

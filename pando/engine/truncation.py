@@ -184,9 +184,11 @@ class Truncations:
         keep = -(-max(how.keep, FIRST) // page) * page
         count = dropped(len(left), keep, room, how, self._window, page)
         if len(left) - count >= self._window:
+            first, others = min(keep, len(left)), max(0, len(left) - keep)
+            what = f"what may be dropped of the other {others} does not make" if others else "there are no others that could make"
             raise PromptTooLong(
-                f"the first {keep} tokens stay, and what may be dropped of the other {len(left) - keep} does not make room in a context of "
-                f"{self._window}; shorten the system prompt or the last message"
+                f"the first {first} tokens stay, and {what} room in a context of {self._window}; "
+                "shorten the system prompt or the last message"
             )
         return self._without(layout, left, [(keep, keep + count)], home)
 
@@ -225,7 +227,7 @@ class Truncations:
         self._tree.forget_bare(match.stem)
         held, settled = match.length - first, match.stem.end - first
         found = self.below.look(lineage, tenant, keys, tokens, settled, limit) if self.below is not None and held < limit else None
-        return (held, match.diverges) if found is None else (max(held, settled + found.tokens), False)
+        return (held, match.diverges and held < limit) if found is None or not found.parts else (max(held, settled + found.tokens), False)
 
     # ---- remembering
 
@@ -332,6 +334,8 @@ def _out_of(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 def _check(asked: Request) -> None:
     if asked.drop and asked.truncation is not None:
         raise InvalidPrompt("drop says what goes, and truncation chooses it; give one of the two")
+    if not isinstance(asked.drop, Sequence):
+        raise InvalidPrompt(f"drop is {asked.drop!r}; it is a list of pairs of whole numbers, each the first token of a part and its end")
     if asked.runs:
         raise InvalidPrompt("a prompt made of modules cannot be cut; leave modules out of it instead")
     if asked.score:

@@ -20,6 +20,7 @@ from .replies import (
     ChatFinish,
     Delta,
     Envelope,
+    How,
     MissReport,
     PandoReport,
     PinReply,
@@ -40,8 +41,10 @@ TIERS: tuple[Source, ...] = ("host", "disk", "remote")
 ADVICE = {
     "cold": "nothing of this prompt was seen before",
     "diverged": "what is cached goes on differently from this token on; put what changes behind what does not",
-    "lost": "it was kept below the device and could not be read back; see pando_store_lost_pages_total and the log",
-    "evicted": "it was cached, and its pages were needed; pin it, or raise --kv-cache-tokens",
+    "lost": "it was kept below the device and could not be read back, or a tier did not answer; see pando_store_* and the log",
+    "evicted": "it was cached, and its pages were needed; pin it, raise --kv-cache-tokens, or keep more below the device",
+    "expired": "it was cached, and nobody used it for longer than --ttl",
+    "slow": "it is kept below the device, from where loading takes longer than computing; see pando_store_recomputed_tokens_total",
     "other_tenant": "it was cached under another cache_salt; use the same one to share it",
     "too_short": "a prompt of one token is always computed",
     "off": "reuse was ruled out: prefix caching is off, or the prompt's logprobs were asked for",
@@ -57,7 +60,7 @@ class Account:
         self.tokens: dict[tuple[int, int], int] = {}  # generated, by prompt and answer
         self.pin: PinReply | None = None
         self._open: dict[tuple[int, int], tuple[float, float]] = {}  # when an answer that has not ended got its first token, and its last
-        self._waited = 0.0
+        self._waited, self._rounded = 0.0, False
 
     def take(self, place: int, event: TokenEvent) -> None:
         answer = place, event.index
@@ -70,6 +73,7 @@ class Account:
                 self._metrics.queued(event.waited)
             miss = event.reuse.miss
             self._metrics.prompt(_sources(event.reuse, event.num_prompt_tokens), None if miss is None else miss.reason)
+        self._rounded |= event.reuse.rounded  # also an answer that was interrupted, and went on from what was kept of it
         self.tokens[answer] = self.tokens.get(answer, 0) + 1
         self._open[answer] = self._open.get(answer, (now, now))[0], now
         if event.finish_reason is not None:
@@ -119,10 +123,13 @@ class Account:
         whole = sum(len(prompt.tokens) for prompt in self._ticket.asked.prompts)
         return whole - sum(reuse.truncated.dropped for reuse in self.reuse.values() if reuse.truncated is not None)
 
-    def _kind(self) -> Literal["exact", "modular", "truncated"]:
+    def _kind(self) -> How:
+        """What makes it an approximation, if anything does: of several, what matters most."""
         if any(reuse.truncated is not None and reuse.truncated.moved for reuse in self.reuse.values()):
             return "truncated"
-        return "modular" if any(reuse.modules for reuse in self.reuse.values()) else "exact"
+        if any(reuse.modules for reuse in self.reuse.values()):
+            return "modular"
+        return "rounded" if self._rounded else "exact"
 
 
 def _sources(reuse: Reuse, total: int) -> dict[Source, int]:

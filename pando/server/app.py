@@ -134,7 +134,7 @@ class _Routes:
         """Goes on after a prompt, or after each of several."""
         tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
         self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.completion(body, tenant))
+        asked = await self.service.prepare(lambda prompts: prompts.completion(body, tenant, session))
         envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
         return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
 

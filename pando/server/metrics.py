@@ -75,6 +75,7 @@ def _of_store(facts: StoreFacts) -> Iterator[Metric]:
         ("pando_store_saved_pages", "Pages that a tier below the device took.", "tier", facts.saved),
         ("pando_store_lost_pages", "Pages that should have been there and were computed instead, by why.", "reason", facts.lost),
         ("pando_store_unsaved_pages", "Pages that were not kept, by why.", "reason", facts.unsaved),
+        ("pando_store_unanswered_looks", "Times that a tier did not say what it has, by why.", "reason", facts.unanswered),
     ):
         counter = CounterMetricFamily(name, text, labels=[label])
         for value, count in counts.items():

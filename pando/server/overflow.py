@@ -1,19 +1,27 @@
-"""Who may have the oldest part of a prompt dropped: a request says it, or its session's last one that did, or the server's option."""
+"""Who may have the oldest part of a prompt dropped: a request says it, or its session's last one that did, or the server's option.
+
+What sessions say is remembered here, of the latest, and where there is a disk, beside its pages: there it outlives the process.
+"""
 
 from collections import OrderedDict
+from hashlib import sha256
 from threading import Lock
 from typing import Literal
+
+from ..store.keeper import Noting
+from ..store.tier import tenant_tag
 
 Choice = Literal["auto", "disabled"]
 
 MAX_SESSIONS = 4096
+FORM = b"session 1"  # of what is noted
 
 
 class Overflow:
     """Every method may be called from any thread."""
 
-    def __init__(self, default: Choice) -> None:
-        self._default = default
+    def __init__(self, default: Choice, notes: Noting | None = None) -> None:
+        self._default, self._notes = default, notes
         self._sessions: OrderedDict[tuple[bytes, str], Choice] = OrderedDict()
         self._lock = Lock()
 
@@ -22,10 +30,34 @@ class Overflow:
         if session is None:
             return (asked or self._default) == "auto"
         with self._lock:
-            choice = asked or self._sessions.get((salt, session), self._default)
-            if choice != self._default or (salt, session) in self._sessions:
-                self._sessions[salt, session] = choice
-                self._sessions.move_to_end((salt, session))
+            known = self._sessions.get((salt, session))
+        known = known or self._noted(salt, session)
+        choice = asked or known or self._default
+        if known is not None or choice != self._default:
+            self._remember(salt, session, choice)
+        return choice == "auto"
+
+    def _remember(self, salt: bytes, session: str, choice: Choice) -> None:
+        with self._lock:
+            self._sessions[salt, session] = choice
+            self._sessions.move_to_end((salt, session))
             while len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        return choice == "auto"
+        if self._notes is not None:
+            key = _key(salt, session)
+            self._notes.keep(key, tenant_tag(salt), _sealed(key, choice))
+
+    def _noted(self, salt: bytes, session: str) -> Choice | None:
+        """What is on disk may be damaged, or anything: then it is nothing."""
+        key = _key(salt, session)
+        note = self._notes.find([key]).get(key) if self._notes is not None else None
+        choices: tuple[Choice, ...] = ("auto", "disabled")
+        return next((choice for choice in choices if note == _sealed(key, choice)), None)
+
+
+def _key(salt: bytes, session: str) -> bytes:
+    return sha256(FORM + tenant_tag(salt) + session.encode(errors="surrogatepass")).digest()
+
+
+def _sealed(key: bytes, choice: Choice) -> bytes:
+    return sha256(FORM + key + choice.encode()).digest()

@@ -99,11 +99,11 @@ class Prompts:
             raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
         return Asked([self._bound(body, pml, tenant)], params, self._format(body))
 
-    def completion(self, body: CompletionBody, tenant: Tenant) -> Asked:
+    def completion(self, body: CompletionBody, tenant: Tenant, session: str | None) -> Asked:
         if body.prompt_format == "pml":
             prompts = [self._bound(body, prompt, tenant) for prompt in body.prompts() if isinstance(prompt, str)]
         else:
-            truncates = self._overflow.allows(body.truncation, tenant.salt, body.session)
+            truncates = self._overflow.allows(body.truncation, tenant.salt, session)
             prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
         return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None)
 

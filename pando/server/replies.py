@@ -19,7 +19,8 @@ from .logprobs import ChatLogprobs, TextLogprobs
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
 TextFinish = Literal["stop", "length"]
-ReuseKind = Literal["exact", "modular", "truncated", "none"]
+How = Literal["exact", "rounded", "modular", "truncated"]
+ReuseKind = Literal["exact", "rounded", "modular", "truncated", "none"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,8 +32,11 @@ class PromptDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Prompt tokens that were not computed, whatever they came from.")]
     module_tokens: Annotated[int, Field(description="Prompt tokens whose states are those of modules, computed now or before.")]
     reuse: Annotated[
-        Literal["exact", "modular", "truncated"],
-        Field(description="modular: some were encoded behind another context; truncated: behind tokens that were dropped; approximate."),
+        How,
+        Field(
+            description="rounded: some were kept by a codec that rounds; modular: some were encoded behind another context; "
+            "truncated: behind tokens that were dropped; all three are approximate."
+        ),
     ]
 
 
@@ -95,7 +99,7 @@ class PandoReport(TypedDict):
     pin: PinReply | None
 
 
-def usage(prompt: int, completion: int, cached: int, modules: int = 0, reuse: Literal["exact", "modular", "truncated"] = "exact") -> Usage:
+def usage(prompt: int, completion: int, cached: int, modules: int = 0, reuse: How = "exact") -> Usage:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -17,6 +17,7 @@ from ..engine.engine import Engine
 from ..engine.facts import Stats, StepFacts
 from ..engine.llm import LLM
 from ..engine.loop import EngineLoop
+from ..engine.pace import measure
 from ..engine.pins import Pin
 from ..engine.request import Request, SamplingParams, Tenant, TokenEvent
 from ..engine.schemas import Schemas
@@ -166,7 +167,7 @@ class Service:
         self.workers.submit(grammars.json_object)  # its first use is slow
         self.schemas = self._holdings(engine, template)
         self.bytes_of = engine.bytes_of
-        overflow = Overflow(self.config.truncation)
+        overflow = Overflow(self.config.truncation, engine.store.notes if engine.store is not None else None)
         self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), self.schemas, overflow, engine.max_len)
         return engine
 
@@ -365,6 +366,7 @@ def _prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
         engine.add(Request(f"start/{place}", tokens, SamplingParams(temperature=0, max_tokens=1), PUBLIC))
     while engine.has_work:
         engine.step()
+    measure(engine)
     for tokens in prompts:
         engine.pin(tokens, PUBLIC, 0, None)
 

@@ -1,39 +1,80 @@
 """Where pages are to be found below the pool: by the ledger, and where that knows nothing, by the tiers themselves."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from ..kv.segment import Key, page_key, shared_length
-from .keeper import Part, end_parent
+from .facts import Counts
+from .keeper import Found, Part, Sought, end_parent
 from .ledger import Ledger
-from .tier import Tier
+from .tier import Lost, Tier
+
+REMEMBERED = 2**16  # keys of pages that expired: to tell them from what was never there
 
 
 class Catalogue:
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, counts: Counts, page_size: int) -> None:
+        self._ledger, self._counts, self._page_size = ledger, counts, page_size
         self._hidden: Counter[Key] = Counter()  # not to be found any more, and still to be removed from so many tiers
+        self._expired: dict[Key, None] = {}
 
-    def tiers(self, keys: Sequence[Key], below: Sequence[Tier]) -> Iterator[str]:
+    def find(self, sought: Sought, host: Tier, below: Sequence[Tier]) -> Found:
+        """What there is, whether it is worth loading or not."""
+        parts, before, count, silent = list[Part](), sought.before, 0, set[str]()
+        size, limit, keys = self._page_size, sought.limit, sought.keys
+        for tier, key in zip(self._tiers(keys[: -(-limit // size)], below, silent), keys, strict=False):
+            parts.append(Part(sought.card(key, before, count, size), tier))
+            before, count = key, count + size
+        whole = len(parts)
+        if count < limit:
+            rest = sought.tokens[count : min(limit, count + size)]
+            end, shared = self.end((host, *below), before, sought.owners, rest, silent)
+            parts += [end] if end is not None else []
+            count += shared
+        is_expired = count < limit and whole < len(keys) and keys[whole] in self._expired
+        self._counts.lost["expired"] += is_expired
+        return Found(tuple(parts), min(count, limit), "expired" if is_expired else "lost" if silent else None)
+
+    def _tiers(self, keys: Sequence[Key], below: Sequence[Tier], silent: set[str]) -> Iterator[str]:
         """The uppermost tier of each page, as far as they follow each other."""
         place = 0
         while place < len(keys):
             names = self._ledger.find(keys[place:])
             if not names:  # what others wrote to a tier is known to that tier alone
                 there = list(takewhile(lambda key: key not in self._hidden, keys[place:]))
-                names = next(([tier.name] * count for tier in below if (count := tier.look(there))), [])
+                names = next(([tier.name] * count for tier in below if (count := self._look(tier, there, silent))), [])
             if not names:
                 return
             yield from names
             place += len(names)
 
-    def end(self, tiers: Sequence[Tier], before: Key, owners: Sequence[Key], rest: Sequence[int]) -> tuple[Part | None, int]:
-        """The short end behind a page that has most in common with the rest of a row's tokens; and how many."""
+    def _look(self, tier: Tier, keys: Sequence[Key], silent: set[str]) -> int:
+        try:
+            return tier.look(keys) if tier.name not in silent else 0
+        except Lost as lost:
+            self._fails(tier, lost, silent)
+            return 0
+
+    def _fails(self, tier: Tier, lost: Lost, silent: set[str]) -> None:
+        """It is not asked a second time, which might take as long again."""
+        silent.add(tier.name)
+        self._counts.unanswered[lost.reason] += 1
+
+    def end(
+        self, tiers: Sequence[Tier], before: Key, owners: Sequence[Key], rest: Sequence[int], silent: set[str]
+    ) -> tuple[Part | None, int]:
+        """The short end behind a page that has most in common with the rest of a row's tokens; and how many. `silent`: tiers that do not
+        answer."""
         best, found = 0, None
         for parent in {end_parent(before, owner) for owner in owners} if rest else ():
-            for tier in tiers:
-                for card in tier.ends(parent):
+            for tier in [tier for tier in tiers if tier.name not in silent]:
+                try:
+                    cards = tier.ends(parent)
+                except Lost as lost:
+                    self._fails(tier, lost, silent)
+                    continue
+                for card in cards:
                     shared = shared_length(card.tokens, rest)
                     if shared > best and card.key not in self._hidden and page_key(card.parent, card.tokens) == card.key:
                         best, found = shared, Part(card, tier.name)
@@ -49,3 +90,14 @@ class Catalogue:
             self._hidden[key] -= 1
             if not self._hidden[key]:
                 del self._hidden[key]
+
+    def expire(self, keys: Iterable[Key]) -> None:
+        """Nobody used them for too long."""
+        self._expired.update(dict.fromkeys(keys))
+        while len(self._expired) > REMEMBERED:
+            del self._expired[next(iter(self._expired))]
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """They are there again."""
+        for key in keys if self._expired else ():
+            self._expired.pop(key, None)

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ..kv.segment import Key
 from .fileformat import file_size, header_for, tag
@@ -11,6 +12,11 @@ from .folder import Finding, Folder
 from .index import Entry
 from .pagefile import PageFile
 from .tier import Card, Lost, Shape, remember_end
+
+
+class _Known(NamedTuple):
+    parent: Key
+    size: int  # of its file
 
 
 class DiskReader:
@@ -38,14 +44,17 @@ class DiskTier:
     ) -> None:
         """`shared`: by several machines, for whom SQLite has a journal of its own."""
         self.name = name
+        self.is_full = False  # nothing more is kept, and what is there is read
         self._shape = shape
         self._tag = tag(shape)
         self._clock = clock
         self._folder = Folder(directory, shared=shared, clock=clock)
-        self._parents: dict[Key, Key] = {}  # of every page that is known to be there
+        self._pages: dict[Key, _Known] = {}  # every page that is known to be there
+        self.used = 0  # bytes of these
         self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
         self._lock = threading.Lock()
         self._last, self._changes = 0, -1  # the newest row that was read, and the state of the index at that time
+        self._shared_at = -1  # its state when the bound was last looked at
         self._refresh()
 
     def look(self, keys: Sequence[Key]) -> int:
@@ -60,7 +69,8 @@ class DiskTier:
             return list(self._ends.get(parent, {}).values())
 
     def open(self, key: Key) -> DiskReader:
-        told = self._ends.get(self._parents.get(key, b""), {}).get(key)
+        known = self._pages.get(key)
+        told = self._ends.get(known.parent, {}).get(key) if known is not None else None
         try:
             file = self._folder.open((self._tag, key))
         except Lost:
@@ -75,16 +85,18 @@ class DiskTier:
         return reader
 
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
-        there = self._folder.has((self._tag, card.key), file_size(card, self._shape, layers[0].nbytes))
-        if there and card.key in self._parents:
+        there = self._folder.has((self._tag, card.key), file_size(len(card.tokens), self._shape, layers[0].nbytes))
+        if there and card.key in self._pages:
             return
+        if self.is_full and not there:
+            raise Lost("full", "there is no room for more pages")
         header = header_for(card, self._shape, layers)
         if there:
             self._folder.record(header)
         else:
             self._folder.write(header, layers)
         with self._lock:
-            self._parents[card.key] = card.parent
+            self._learn(card.key, card.parent, header.size)
             if len(card.tokens) < self._shape.page_size:
                 remember_end(self._ends, card)
 
@@ -99,7 +111,7 @@ class DiskTier:
 
     @property
     def count(self) -> int:
-        return len(self._parents)
+        return len(self._pages)
 
     @property
     def size(self) -> int:
@@ -138,6 +150,21 @@ class DiskTier:
         self._forget([entry.key for entry in found if entry.shape == self._tag])
         return self._folder.remove([(entry.shape, entry.key) for entry in found])
 
+    def share(self, bound: int, keep: Container[Key], held: Sequence[Key]) -> list[Key]:
+        """The bound is one for all processes that write here: makes room as above, and answers which of the pages that the caller holds are
+        not there any more, whoever removed them."""
+        removed = self.make_room(bound, keep)
+        with self._folder.hint():
+            changes, before = self._folder.index.changes(), self._shared_at
+            self._shared_at = changes
+            if not removed and changes == before:
+                return []
+            there = self._folder.index.keys(self._tag)
+            gone = [key for key in held if key not in there and not self._folder.path((self._tag, key)).exists()]
+            self._forget(gone)
+            return gone
+        return []
+
     def verify(self) -> Iterator[Finding]:
         """Reads all of every page in the directory."""
         return self._folder.verify()
@@ -160,7 +187,7 @@ class DiskTier:
         self._folder.failed((self._tag, key), lost)
 
     def _known(self, keys: Sequence[Key]) -> int:
-        return next((place for place, key in enumerate(keys) if key not in self._parents), len(keys))
+        return next((place for place, key in enumerate(keys) if key not in self._pages), len(keys))
 
     def _refresh(self) -> bool:
         """Whether others have changed the index. What they added has larger ids; what they removed is missed when it is opened."""
@@ -170,17 +197,23 @@ class DiskTier:
                 return False
             for row in index.since(self._tag, self._last):
                 self._last = row.id
-                self._parents[row.key] = row.parent
+                self._learn(row.key, row.parent, row.size)
                 if row.tokens < self._shape.page_size:
                     remember_end(self._ends, row.card)
             self._changes = changes
             return True
         return False
 
+    def _learn(self, key: Key, parent: Key, size: int) -> None:
+        before = self._pages.get(key)
+        self.used += size - (before.size if before is not None else 0)
+        self._pages[key] = _Known(parent, size)
+
     def _forget(self, keys: Sequence[Key]) -> None:
         with self._lock:
-            for key in keys:
-                parent = self._parents.pop(key, b"")
+            for key in {key for key in keys if key in self._pages}:
+                parent, size = self._pages.pop(key)
+                self.used -= size
                 ends = self._ends.get(parent, {})
                 if ends.pop(key, None) and not ends:
                     del self._ends[parent]

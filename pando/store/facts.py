@@ -22,6 +22,7 @@ class StoreFacts:
     saved: Mapping[str, int] = field(default_factory=dict)  # pages that each tier took
     lost: Mapping[str, int] = field(default_factory=dict)  # pages that should have been there, by reason
     unsaved: Mapping[str, int] = field(default_factory=dict)  # pages that were not kept, by reason
+    unanswered: Mapping[str, int] = field(default_factory=dict)  # times that a tier was asked what it has and did not say, by reason
     recomputed: int = 0  # tokens that were there, but sooner computed than loaded
     prefetched: int = 0  # pages that were brought up before they were asked for
 
@@ -34,9 +35,10 @@ class Counts:
     saved: Counter[str] = field(default_factory=Counter)  # pages, by tier
     lost: Counter[str] = field(default_factory=Counter)  # pages that should have been there, by reason
     unsaved: Counter[str] = field(default_factory=Counter)  # pages that were not kept, by reason
+    unanswered: Counter[str] = field(default_factory=Counter)  # times that a tier was asked what it has and did not say, by reason
     recomputed: int = 0  # tokens that were there, but sooner computed than loaded
     prefetched: int = 0  # pages
 
     def facts(self, room: Mapping[str, Room]) -> StoreFacts:
         loaded, saved, lost, unsaved = (dict(+tally) for tally in (self.loaded, self.saved, self.lost, self.unsaved))
-        return StoreFacts(room, loaded, saved, lost, unsaved, self.recomputed, self.prefetched)
+        return StoreFacts(room, loaded, saved, lost, unsaved, dict(self.unanswered), self.recomputed, self.prefetched)

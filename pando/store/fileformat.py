@@ -47,7 +47,7 @@ class Header:
     @property
     def size(self) -> int:
         """Of all of it, header and payload."""
-        return file_size(self.card, self.shape, self.layer_bytes)
+        return file_size(len(self.card.tokens), self.shape, self.layer_bytes)
 
     @property
     def name(self) -> Name:
@@ -68,8 +68,8 @@ def tag(shape: Shape) -> str:
     return hashlib.sha256(shape.model + facts.encode()).hexdigest()[:16]
 
 
-def file_size(card: Card, shape: Shape, layer_bytes: int) -> int:
-    return _start(len(card.tokens), shape.layers) + shape.layers * layer_bytes
+def file_size(tokens: int, shape: Shape, layer_bytes: int) -> int:
+    return _start(tokens, shape.layers) + shape.layers * layer_bytes
 
 
 def header_for(card: Card, shape: Shape, layers: Sequence[memoryview]) -> Header:

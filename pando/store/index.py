@@ -71,6 +71,7 @@ class Found(NamedTuple):
     parent: Key
     tenant: bytes
     packed: bytes  # the tokens, int32, little-endian
+    size: int
 
     @property
     def tokens(self) -> int:
@@ -124,14 +125,17 @@ class Index:
     def names(self) -> set[Name]:
         return set(self._read("SELECT shape, key FROM pages"))
 
+    def keys(self, shape: str) -> set[Key]:
+        return {key for (key,) in self._read("SELECT key FROM pages WHERE shape = ?", (shape,))}
+
     def size(self) -> int:
         """Bytes of all of them."""
         [(size,)] = self._read("SELECT COALESCE(SUM(size), 0) FROM pages")
         return int(size)
 
     def since(self, shape: str, last: int) -> list[Found]:
-        rows = self._read("SELECT id, key, parent, tenant, tokens FROM pages WHERE shape = ? AND id > ? ORDER BY id", (shape, last))
-        return [Found(*row) for row in rows]
+        columns = "id, key, parent, tenant, tokens, size"
+        return [Found(*row) for row in self._read(f"SELECT {columns} FROM pages WHERE shape = ? AND id > ? ORDER BY id", (shape, last))]
 
     def changes(self) -> int:
         """A number that is another one after other processes have written."""
@@ -180,8 +184,8 @@ class Index:
 
     def note(self, name: Name, tenant: bytes, note: bytes, now: float, oldest: float) -> None:
         """In place of what is there. Those that were written before `oldest` go, and all but the latest."""
-        again = "ON CONFLICT (shape, key) DO UPDATE SET note = excluded.note, used = excluded.used"
-        self._write(f"INSERT INTO notes (shape, key, tenant, note, used) VALUES (?, ?, ?, ?, ?) {again}", [(*name, tenant, note, now)])
+        columns = "shape, key, tenant, note, used"  # and another id: it is the latest now
+        self._write(f"INSERT OR REPLACE INTO notes ({columns}) VALUES (?, ?, ?, ?, ?)", [(*name, tenant, note, now)])
         self._write("DELETE FROM notes WHERE used < ? OR id <= (SELECT MAX(id) FROM notes) - ?", [(oldest, NOTED)])
 
     def forget(self, where: str, values: Sequence[object]) -> None:

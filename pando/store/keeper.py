@@ -1,8 +1,9 @@
 """What the scheduler says to the tiers below the pool, and hears from them: values, and the two things it knows of them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from ..kv.segment import Key, page_key
 from ..kv.stem import Stem
@@ -21,11 +22,45 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the tiers have of a row, from where the tree ends. The last part may be a short end, of which the row has the beginning."""
+class Sought:
+    """Tokens that are looked for behind those that the tree has."""
 
-    parts: tuple[Part, ...]
-    tokens: int
+    keys: Sequence[Key]  # of their full pages
+    tokens: Sequence[int]
+    before: Key  # of the page before
+    owners: Sequence[Key]  # whose short ends may be used
+    tenant: bytes
+    limit: int  # so many of the tokens are wanted at most
+
+    def card(self, key: Key, before: Key, start: int, size: int) -> Card:
+        return Card(key, before, self.tenant, tuple(self.tokens[start : start + size]))
+
+
+Ended = Literal["slow", "expired", "lost"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the tiers have of a row, from where the tree ends. The last part may be a short end, of which the row has the beginning.
+
+    Why it is no more, where that is known: slow: there is more, and it is sooner computed than loaded. expired: there was, and nobody used
+    it for too long. lost: a tier did not answer.
+    """
+
+    parts: tuple[Part, ...] = ()
+    tokens: int = 0
+    ended: Ended | None = None
+
+    def sizes(self, page_bytes: int) -> Mapping[str, int]:
+        """Bytes that come from each tier."""
+        return {tier: number * page_bytes for tier, number in Counter(part.tier for part in self.parts).items()}
+
+    def nearer(self) -> "Found":
+        """Without what comes last, and from the same tier."""
+        stop = len(self.parts)
+        while stop and self.parts[stop - 1].tier == self.parts[-1].tier:
+            stop -= 1
+        return Found(self.parts[:stop], sum(len(part.card.tokens) for part in self.parts[:stop]), "slow")
 
 
 @dataclass(frozen=True)
@@ -108,22 +143,41 @@ class Noting(Protocol):
         """What there is under some of these keys. It may be anything: whoever wrote it can tell."""
         ...
 
-    def keep(self, key: Key, tenant: Key, note: bytes) -> None: ...
+    def keep(self, key: Key, tenant: Key, note: bytes) -> None:
+        """`tenant`: the root of what it has, or its tag."""
+        ...
+
+
+class Asking(Protocol):
+    """What others keep on a remote, asked while a row waits."""
+
+    def awaits(self, sought: Sought) -> bool:
+        """Asks what there is, unless that is known; says whether there is no answer yet."""
+        ...
+
+    def listen(self, seconds: float) -> None:
+        """Until an answer comes, if one is awaited, and for so long at most."""
+        ...
 
 
 class Keeper(Protocol):
-    """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`."""
+    """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`; and
+    `look`, for a remote of which the `scout` did not ask before."""
 
     buffer: int  # pages that are offered together, at most
+    rounds: bool  # what comes up is not quite what was kept
+
+    @property
+    def scout(self) -> Asking | None:
+        """Who asks a remote, if there is one."""
+        ...
 
     @property
     def notes(self) -> Noting | None:
         """Where something can be remembered that outlives the process, if there is a disk."""
         ...
 
-    def look(
-        self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key], tenant: bytes, limit: int
-    ) -> Found | None: ...
+    def look(self, sought: Sought) -> Found: ...
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]: ...
     def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Loading: ...
     def go(self) -> None: ...

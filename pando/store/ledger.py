@@ -152,7 +152,8 @@ class Ledger:
                 if key in self._spared:
                     self._spared.remove(key)
                     free.append(key)
-        self._reorder(free)
+        if free:
+            self._reorder(free)
 
     # ---- pages come, stay and go
 

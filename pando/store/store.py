@@ -22,17 +22,18 @@ from .catalogue import Catalogue
 from .departures import Departure, Departures
 from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
-from .keeper import Departing, Found, Offer, Part
+from .keeper import Departing, Found, Offer, Part, Sought
 from .ledger import Ledger, Move, Page
 from .notes import Notes
-from .speeds import Speeds
+from .scout import Scout
+from .sharing import Sharing
+from .speeds import Moved, Speeds
 from .tier import Card, Lost, Tags, Tier
 from .transfer import Load, Transfer
 from .worker import Worker, stop, tried
 
 log = logging.getLogger(__name__)
 
-TIDIED = 256  # pages written between two looks at what others left on disk
 AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
 
 
@@ -46,14 +47,18 @@ class Store:
         buffer: int,
         disk: DiskTier | None = None,
         bound: int = 0,
+        touches: Sequence[Callable[[Sequence[Key]], None]] = (),
+        scout: Scout | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`buffer`: so many pages may be on their way out of the pool at the same time. `disk`: the one among the tiers that remembers what
-        was used, and lets go of what others left there beyond its bound in bytes."""
+        was used, and whose bound in bytes counts for everyone who writes there. `touches` are told of pages that are used."""
         self.transfer, self.ledger, self.host, self.below = transfer, ledger, transfer.host, tuple(below)
-        self.counts, self.speeds, self._catalogue = Counts(), Speeds(), Catalogue(ledger)
-        self.tags = Tags()
-        self.buffer, self._disk, self._bound, self._clock = buffer, disk, bound, clock
+        self.counts, self.speeds = Counts(), Speeds()
+        self._catalogue = Catalogue(ledger, self.counts, transfer.shape.page_size)
+        self.tags, self.rounds = Tags(), transfer.shape.codec != "none"
+        self.buffer, self._disk, self._touches = buffer, disk, tuple(touches)
+        self._clock, self._now, self.scout = clock, time.monotonic, scout
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
         self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
@@ -67,44 +72,33 @@ class Store:
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         self.notes = None if disk is None else Notes(disk, self._writer, self.tags, ledger.ttl, clock)
+        self._sharing = None if disk is None else Sharing(disk, bound, self._page_bytes, ledger, self._writer, self._done)
         self._end = weakref.finalize(self, stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
 
     def facts(self) -> StoreFacts:
-        return self.counts.facts({tier: Room(self.ledger.used[tier], size) for tier, size in self.ledger.capacities.items()})
+        room = {tier: Room(self.ledger.used[tier], size) for tier, size in self.ledger.capacities.items()}
+        return self.counts.facts(room if self._sharing is None else {**room, "disk": self._sharing.room})
 
     def tag(self, tenant: Key) -> bytes:
         return self.tags.of(tenant)
 
     # ---- looking
 
-    def look(
-        self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key], tenant: bytes, limit: int
-    ) -> Found | None:
-        """What is kept of the pages with these keys, from the first on, and of the tokens behind them, if loading is worth its time.
-        `limit`: so many of the tokens are wanted at most; `before`: the key of the page before; `owners`: whose short ends may be used."""
+    def look(self, sought: Sought) -> Found:
+        """What is kept of it, from the first token on, if loading is worth its time."""
         self._expire()
-        size = self.transfer.shape.page_size
-        parts, count = list[Part](), 0
-        for tier, key in zip(self._catalogue.tiers(keys[: -(-limit // size)], self.below), keys, strict=False):
-            parts.append(Part(Card(key, before, tenant, tuple(tokens[count : count + size])), tier))
-            before, count = key, count + size
-        if count < limit:
-            end, shared = self._catalogue.end((self.host, *self.below), before, owners, tokens[count : min(limit, count + size)])
-            parts += [end] if end is not None else []
-            count += shared
-        count = min(count, limit)
-        sizes = Counter(part.tier for part in parts)
-        if parts and not self.speeds.pays({tier: number * self._page_bytes for tier, number in sizes.items()}, count):
-            self.counts.recomputed += count
-            return None
-        return Found(tuple(parts), count) if parts else None
+        found = whole = self._catalogue.find(sought, self.host, self.below)
+        while found.parts and not self.speeds.pays(found.sizes(self._page_bytes), found.tokens):
+            found = found.nearer()
+        self.counts.recomputed += whole.tokens - found.tokens
+        return found
 
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
         """What a row will need: its pages, and behind those that are kept the short end that it goes on from. Nobody else is asked."""
         self._expire()
         size, held = self.transfer.shape.page_size, len(self.ledger.find(keys))
         ours = [tier for tier in (self.host, *self.below) if tier.name in self.ledger.capacities]
-        end, _ = self._catalogue.end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size])
+        end, _ = self._catalogue.end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size], set())
         return [*keys[:held], *([] if end is None else [end.card.key]), *keys[held:]]
 
     # ---- loading
@@ -112,11 +106,12 @@ class Store:
     def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Load:
         """Begins to bring pages up, to these pages of the pool. `chain`: the keys of the whole context, so that it counts as used."""
         parts = [Part(part.card, part.tier, page) for part, page in zip(found.parts, pages, strict=True)]
-        load = Load(parts)
+        load = Load(parts, self.speeds.patience(found.tokens), self._given_up, self._now)
         self.ledger.use(chain, self._clock())
         self._loads.append((load, tuple(chain)))
-        if self._disk is not None:
-            self._writer.post(partial(self._disk.touch, tuple(chain)))
+        used = tuple(dict.fromkeys((*chain, *(part.card.key for part in parts))))
+        for touch in self._touches:
+            self._writer.post(partial(touch, used))
         return load
 
     def go(self) -> None:
@@ -126,25 +121,29 @@ class Store:
         computed = self.transfer.mover.mark() if loads else None
 
         def work() -> None:
-            start = time.perf_counter()
-            self.transfer.load([load for load, _ in loads], computed)
-            each = (time.perf_counter() - start) / sum(len(load.parts) for load, _ in loads)
-            for load, chain in loads:
-                self._done.put(partial(self._loaded, load, chain, each * len(load.parts)))
+            moved = self.transfer.load([load for load, _ in loads], computed)
+            self._done.put(partial(self._loaded, loads, moved))
 
         if loads:
             self._loader.post(work, urgent=True)
 
-    def _loaded(self, load: Load, chain: Sequence[Key], seconds: float) -> None:
-        tiers = Counter(part.tier for part in load.good)
-        for part in load.good:
-            self.counts.loaded[part.tier] += len(part.card.tokens)
-        if load.lost is not None and not load.unwanted:
-            self._lost(load.parts[len(load.good)].card.key, load.lost)
-        elif len(tiers) == 1:
-            [(tier, count)] = tiers.items()
-            self.speeds.moved(tier, count * self._page_bytes, seconds)
-        self._note_host([part.card.key for part in load.parts if not self.ledger.has(part.card.key, "host")], chain)
+    def _loaded(self, loads: Sequence[tuple[Load, Sequence[Key]]], moved: Mapping[str, Moved]) -> None:
+        for tier, how in moved.items():
+            self.speeds.moved(tier, how)
+        for load, chain in loads:
+            for part in load.good:
+                self.counts.loaded[part.tier] += len(part.card.tokens)
+            if load.lost is not None and not load.unwanted and not load.late:
+                self._lost(load.parts[len(load.good)].card.key, load.lost)
+            self._note_host([part.card.key for part in load.parts if not self.ledger.has(part.card.key, "host")], chain)
+
+    def _given_up(self, load: Load) -> None:
+        """What it waits for is taken to be the lowest of its tiers. One that was not begun waits for another load."""
+        self.counts.lost["late"] += 1
+        names, seconds = [part.tier for part in load.parts], load.seconds(self.transfer.shape.layers)
+        if seconds is not None:
+            lowest = max(names, key=list(self.transfer.tiers).index)
+            self.speeds.gave_up(lowest, Moved(names.count(lowest) * self._page_bytes, seconds))
 
     def _lost(self, key: Key, lost: Lost) -> None:
         """Whoever needs it computes it, and then it is kept anew. What only did not come in time may be there the next time."""
@@ -277,6 +276,7 @@ class Store:
         """Makes room for a chain in a tier; answers which pages of it enter."""
         kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._clock(), only)
         self._move(kept.moves)
+        self._catalogue.keep(kept.entered)
         return set(kept.entered)
 
     def _taken(self, offer: Offer, cards: Sequence[Card], failed: Sequence[Card]) -> None:
@@ -300,6 +300,7 @@ class Store:
         """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
         if tier.name in self.ledger.capacities:
             kept = self._keep(tier.name, offer.chain, {card.key for card in cards})
+            self.counts.unsaved["full"] += sum(not self.ledger.has(card.key, tier.name) for card in cards)
             cards = [card for card in cards if card.key in kept]
 
         def work() -> None:
@@ -325,8 +326,8 @@ class Store:
             self.counts.unsaved[lost.reason] += 1
             self.ledger.drop([card.key], tier)
         self._passed([card.key])
-        if self._disk is not None and lost is None and tier == "disk" and self.counts.saved[tier] % TIDIED == 0:
-            self._writer.post(partial(self._disk.make_room, self._bound, frozenset(page.key for page in self.ledger.held(tier))))
+        if self._sharing is not None and lost is None and tier == "disk":
+            self._sharing.wrote(self._unwritten)
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
         self.counts.unsaved[reason] += len(cards)
@@ -352,7 +353,8 @@ class Store:
 
     def _expire(self) -> None:
         """What nobody used for too long is not found by who looks for it now."""
-        self._move(self.ledger.expire(self._clock()))
+        self._move(moves := self.ledger.expire(self._clock()))
+        self._catalogue.expire(move.key for move in moves)
 
     def discard(self, keys: Sequence[Key]) -> None:
         """They are not what they should be, and leave every tier."""

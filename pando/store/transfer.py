@@ -5,9 +5,12 @@ file passes through host memory and stays there.
 """
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,23 +21,30 @@ from .codec import Codec
 from .host import HostReader, HostTier
 from .keeper import Part
 from .movers import Copy, Mover
+from .speeds import Meter, Moved
 from .tier import Card, Lost, Reader, Shape, Tier
 
 log = logging.getLogger(__name__)
 
+TICK = 0.001  # seconds: who waits for a moment looks behind it
 LATE = 30.0  # seconds without a layer, after which whoever waits computes instead
 
 
 class Load:
-    """Pages on their way into the pool."""
+    """Pages on their way into the pool. Whoever waits for them gives them up when they are late."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], patience: float | None, gave_up: "Callable[[Load], None]", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`patience`: seconds that it may take from when it is begun; None: nobody knows. `gave_up` is told if it takes longer."""
         self.parts = parts
         self.lost: Lost | None = None
-        self.late = False  # nobody knows when it will be done
+        self.patience, self._gave_up, self._clock = LATE if patience is None else patience, gave_up, clock
+        self._began: float | None = None
+        self._end, self._until = math.inf, clock() + LATE  # when it must be done, and when the next thing must have happened
         self._good = len(parts)
         self._layers: list[torch.cuda.Event | None] = []
-        self._ended = self._unwanted = False
+        self._ended = self._unwanted = self._late = False
         self._changed = threading.Condition()
 
     @property
@@ -46,14 +56,23 @@ class Load:
         """Those that came, from the first on; known when it is done."""
         return self.parts[: self._good]
 
+    @property
+    def late(self) -> bool:
+        """Is it given up, although it is not done? That is decided when it is asked."""
+        if not self._late and not self._ended and self._clock() > self._until:
+            self._late, self.lost = True, self.lost or Lost("late", f"{len(self._layers)} layers came in time")
+            self._gave_up(self)
+        return self._late
+
+    def seconds(self, layers: int) -> float | None:
+        """How long all of its layers take at the rate of those that came; None where it is not begun."""
+        return None if self._began is None else (self._clock() - self._began) * layers / max(1, len(self._layers))
+
     def wait(self, layer: int) -> "torch.cuda.Event | None":
         """Until a layer of all pages is in the pool, or will be with the event; raises Lost where one of them will not come."""
         if self.lost is None and len(self._layers) > layer:
             return self._layers[layer]
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._layers) > layer or self._ended or self.lost, LATE)
-            if self.lost is None and len(self._layers) <= layer:
-                self.lost, self.late = Lost("late", f"layer {layer} did not come within {LATE:g} s"), True
+        self._wait_for(lambda: len(self._layers) > layer or self._ended or self.lost is not None)
         if self.lost is not None:
             raise self.lost
         return self._layers[layer]
@@ -63,8 +82,14 @@ class Load:
             return self._changed.wait_for(lambda: self._ended, seconds)
 
     def finish(self) -> bool:
-        self.late = not self.ends_within(LATE)
-        return not self.late
+        return self._wait_for(lambda: self._ended)
+
+    def _wait_for(self, happens: Callable[[], bool]) -> bool:
+        """Says whether it does before it is late."""
+        with self._changed:
+            while not happens() and not self.late:
+                self._changed.wait(max(0.0, self._until - self._clock()) + TICK)
+        return not self._late
 
     def abandon(self) -> None:
         self._unwanted = True
@@ -75,6 +100,14 @@ class Load:
     def unwanted(self) -> bool:
         return self._unwanted
 
+    def begin(self, patience: float) -> None:
+        """It has so many seconds: the loads that are made together wait for one another."""
+        with self._changed:
+            self._began = self._clock()
+            self._end = self._began + patience
+            self._until = min(self._end, self._began + LATE)
+            self._changed.notify_all()
+
     def cut(self, place: int, lost: Lost) -> None:
         """The page at this place will not come, and what follows it is of no use."""
         with self._changed:
@@ -84,6 +117,7 @@ class Load:
     def arrived(self, event: "torch.cuda.Event | None") -> None:
         with self._changed:
             self._layers.append(event)
+            self._until = min(self._end, self._clock() + LATE)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -101,14 +135,17 @@ class Transfer:
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in (host, *below)}
         self._reserve = reserve
 
-    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> None:
-        """Fills the pages of loads, together: the first layer of all of them, then the next. `computed`: what may still use the pages."""
+    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> Mapping[str, Moved]:
+        """Fills the pages of loads, together: the first layer of all of them, then the next. `computed`: what may still use the pages.
+        Answers what came from each tier, and how long that took."""
+        meter = Meter()
         with ExitStack() as stack:
             for load in loads:
                 stack.callback(load.end)
+                load.begin(sum(each.patience for each in loads))
             try:
                 self.mover.follow(computed)
-                opened, copies = [(load, self._open(load, stack)) for load in loads], list[Copy]()
+                opened, copies = [(load, self._open(load, stack, meter)) for load in loads], list[Copy]()
                 for layer in range(self.shape.layers):
                     whole = [self._read(layer, load, sources) for load, sources in opened]
                     if not layer or not all(whole):
@@ -123,12 +160,13 @@ class Transfer:
                     load.cut(0, Lost("unreadable", type(error).__name__))
             finally:
                 self.mover.drain()  # pages and host memory stay until nothing is copied any more
+        return meter.read()
 
-    def _open(self, load: Load, stack: ExitStack) -> "list[tuple[Part, _Source]]":
+    def _open(self, load: Load, stack: ExitStack, meter: Meter) -> "list[tuple[Part, _Source]]":
         sources: list[tuple[Part, _Source]] = []
         for place, part in enumerate(load.parts):
             try:
-                sources.append((part, self._source(part, stack)))
+                sources.append((part, self._source(part, stack, meter)))
             except Lost as lost:
                 load.cut(place, lost)
                 break
@@ -136,11 +174,11 @@ class Transfer:
 
     def _read(self, layer: int, load: Load, sources: "list[tuple[Part, _Source]]") -> bool:
         """Are all of them still to be copied?"""
-        if load.unwanted and sources:
-            load.cut(0, Lost("late", "nobody waits for it any more"))
-            sources.clear()
-            return False
         for place, (_, source) in enumerate(sources):
+            if load.unwanted:
+                load.cut(0, Lost("late", "nobody waits for it any more"))
+                sources.clear()
+                return False
             try:
                 source.read(layer)
             except Lost as lost:
@@ -171,27 +209,33 @@ class Transfer:
         finally:
             reader.close()
 
-    def _source(self, part: Part, stack: ExitStack) -> "_Source":
+    def _source(self, part: Part, stack: ExitStack, meter: Meter) -> "_Source":
+        began, size = time.perf_counter(), self.codec.layer_bytes(self.shape, len(part.card.tokens))
         try:
             reader = self.host.open(part.card.key)  # it may be there by now
         except Lost:
-            return stack.enter_context(self._from_below(part))
+            return stack.enter_context(self._from_below(part, size, meter))
         stack.callback(reader.close)
+        meter.add("host", self.shape.layers * size, began)
         return _Slot(reader)
 
     @contextmanager
-    def _from_below(self, part: Part) -> "Iterator[_Source]":
-        size = self.codec.layer_bytes(self.shape, len(part.card.tokens))
-        below = self._found_below(part)
+    def _from_below(self, part: Part, size: int, meter: Meter) -> "Iterator[_Source]":
+        began = time.perf_counter()
+        try:
+            below = self._found_below(part)
+        finally:
+            meter.add(part.tier, 0, began)
+        add = partial(meter.add, part.tier)
         try:
             if len(below.card.tokens) != len(part.card.tokens):
                 raise Lost("foreign", f"{len(below.card.tokens)} tokens where {len(part.card.tokens)} were expected")
             slot = self._slot(part.card)
             if slot is None:
-                yield _File(below, torch.empty(self.shape.layers, size, dtype=torch.uint8), size)
+                yield _File(below, torch.empty(self.shape.layers, size, dtype=torch.uint8), size, add)
             else:
                 with self._written(part.card) as whole:
-                    source = _File(below, slot, size)
+                    source = _File(below, slot, size, add)
                     yield source
                     whole(source.layers == self.shape.layers)
         finally:
@@ -256,13 +300,18 @@ class _Slot:
 class _File:
     """A page below, read into a buffer."""
 
-    def __init__(self, reader: Reader, buffer: Tensor, size: int) -> None:
-        self._reader, self._buffer, self._size = reader, buffer, size
+    def __init__(self, reader: Reader, buffer: Tensor, size: int, add: Callable[[int, float], None]) -> None:
+        """`add` is told how many bytes were read, and since when."""
+        self._reader, self._buffer, self._size, self._add = reader, buffer, size, add
         self.layers = 0
 
     def read(self, index: int) -> None:
-        self._reader.layer(index, memoryview(self._buffer[index, : self._size].numpy().data))
-        self.layers += 1
+        began, size = time.perf_counter(), 0
+        try:
+            self._reader.layer(index, memoryview(self._buffer[index, : self._size].numpy().data))
+            self.layers, size = self.layers + 1, self._size
+        finally:
+            self._add(size, began)
 
     def copy(self, part: Part) -> Copy:
         return Copy(part.page, len(part.card.tokens), self._buffer, stays=False)

@@ -19,7 +19,7 @@ from pando.engine.scheduler import Scheduler
 from pando.errors import InvalidOption
 from pando.kv.segment import extend_keys
 from pando.kv.tree import PrefixTree
-from pando.store.keeper import Offer
+from pando.store.keeper import Offer, Sought
 from pando.store.policy import POLICIES
 from pando.store.tier import Card
 
@@ -213,8 +213,8 @@ def test_what_left_host_memory_before_it_was_loaded_is_there_again_and_known_to_
         store.offer(Offer(stem, (name,), ((Card(name, b"root", b"", tuple(range(10))), 0),)))
         let_time_pass()
         if name == b"a":
-            seen = store.look([b"a"], range(10), b"root", [b"root"], b"", 10)
-    assert seen is not None and seen.parts[0].tier == "host" and store.ledger.find([b"a"]) == ["disk"]
+            seen = store.look(Sought([b"a"], range(10), b"root", [b"root"], b"", 10))
+    assert seen.parts[0].tier == "host" and store.ledger.find([b"a"]) == ["disk"]
     store.discard([b"b"])
     load = store.load(seen, [b"a"], [0])
     store.go()
@@ -338,6 +338,16 @@ def test_the_command_compares_all_policies_and_judges(capsys, tmp_path) -> None:
     assert all(line["tokens"] == 0 for line in lines if line["policy"] == "recompute") and min(most.values()) > 0.5
     assert len(json.loads(kept.read_text())["results"]) == 4
     assert "of hits above the disk" in capsys.readouterr().out
+
+
+def test_the_command_says_how_far_it_is_and_how_long_it_took(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "EVERY", 0.0)
+    assert trace.main(["--generate", "sharegpt", "--conversations", "3", "--warmup", "0", "--policy", "lru", "--jobs", "1"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    far = [int(line.split()[1]) for line in told if line.startswith("  lru: ") and "turns, " in line and " of tokens" not in line]
+    turns = sum(len(one.turns) for one in sharegpt(Shape(3), seed=0))
+    assert far == sorted(far) and far[-1] == turns > 1 and len(far) > turns, "after every step here, and ten seconds apart otherwise"
+    assert told[-1].startswith("  3 replays in ") and told[-1].endswith(" s")
 
 
 def test_a_picture_is_drawn_of_what_was_found(tmp_path) -> None:

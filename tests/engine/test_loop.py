@@ -325,9 +325,9 @@ def test_a_tier_that_hangs_while_a_step_fails_costs_time_and_no_answer(monkeypat
     monkeypatch.setattr(Speeds, "pays", lambda *_: True)
     load = engine.store.transfer.load
 
-    def hang(*given: Any) -> None:
+    def hang(*given: Any) -> Any:
         gate.wait(WAIT)
-        load(*given)
+        return load(*given)
 
     monkeypatch.setattr(engine.store.transfer, "load", hang)
     failing(engine, 1)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pando.engine import scheduler
 from pando.engine.engine import Engine
 from pando.engine.llm import LLM
 from pando.engine.request import Request, Tenant, Truncation
@@ -81,8 +80,9 @@ def evict(engine: Engine) -> None:
 
 
 def whole(engine: Engine) -> None:
-    """Nothing of the pool is lost, and nothing pinned, when nobody asks for anything."""
+    """Nothing of the pool is lost, and nothing pinned, when nobody asks for anything; and nobody is told of anything."""
     settled(engine)
+    assert not engine.scheduler.makers._lacking
     engine.clear_cache()
     assert engine.pages.free == engine.pages.count
     assert not list(engine.tree.stems())
@@ -510,15 +510,14 @@ def stick(engine: Engine, how: type[Stuck] = Stuck) -> Stuck:
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_tier_that_does_not_answer_is_given_up(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     monkeypatch.setattr(transfer, "LATE", 0.05)
-    monkeypatch.setattr(scheduler, "PATIENCE", 0.05)
     prompt = words(22, 60)
     engine = kept_then_opened(model, tmp_path, prompt)
     stuck = stick(engine)
     if not alone:
         engine.add(Request("other", words(23, 5), greedy(70)))
         engine.step()
-        slowly = engine.scheduler.clock
-        engine.scheduler.clock = lambda: slowly() + 0.01 * engine.steps  # 70 steps are most of a second
+        assert engine.store is not None
+        engine.store._now = lambda: time.monotonic() + 0.01 * engine.steps  # type: ignore[method-assign]  # 70 steps are most of a second
     events = run(engine, [Request("r", prompt, greedy(6))])
     assert [event.token for event in events["r", 0]] == cold(model, prompt)
     assert alone or events["other", 0][-1].finish_reason == "length"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pando.engine import tiers
 from pando.engine.request import Request
 from pando.kv.segment import Key
 from pando.store.disk import DiskTier
+from pando.store.facts import StoreFacts
 from pando.store.index import Entry
 from pando.store.ledger import Ledger, Page
 from pando.store.policy import LRU
@@ -148,3 +150,119 @@ def test_an_engine_made_in_inference_mode_keeps_and_loads(codec: str) -> None:
     facts = engine.stats().store
     assert facts is not None and facts.loaded["host"] > 30
     assert codec == "int8" or [event.token for event in again["r", 0]] == [event.token for event in first["r", 0]]
+
+
+# ---- how much of a disk is taken where nobody says
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that the system says are free, to be changed."""
+    told = [10**12]
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=told[0]))
+    return told
+
+
+def kept_in(folder: Path, request: Request | None = None) -> tuple[int, dict[str, int], StoreFacts]:
+    """The bound of a server's directory that nothing was said of, and what is found in it."""
+    engine = tiny_engine(tiny_model(), disk_gib=None, disk_dir=str(folder), page_size=4)
+    events = run(engine, [request])["r", 0] if request is not None else []
+    while engine.tend() is not None:
+        time.sleep(0.002)
+    told = engine.stats().store
+    assert told is not None
+    engine.close()
+    return told.room["disk"].size, dict(events[0].reuse.tiers) if events else {}, told
+
+
+def test_the_bound_does_not_shrink_as_the_directory_fills(tmp_path: Path, free: list[int]) -> None:
+    free[0] = 10**6
+    before, _, told = kept_in(tmp_path, Request("r", list(range(41)), greedy(1)))
+    assert before == 10**5 and told.room["disk"].used > 10**4
+    free[0] -= told.room["disk"].used
+    assert kept_in(tmp_path)[0] == before
+    free[0] = 10**12
+    assert kept_in(tmp_path)[0] == 32 * 2**30
+
+
+def test_a_nearly_full_disk_is_told_of_and_what_is_kept_there_is_read(
+    tmp_path: Path, free: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    short = Request("r", list(range(9)), greedy(1))
+    kept_in(tmp_path, short)
+    files = pages_in(tmp_path)
+    free[0] = 0
+    _, found, told = kept_in(tmp_path, Request("r", list(range(61)), greedy(1)))
+    assert found == {"disk": 8} and told.unsaved["full"] > 10
+    assert pages_in(tmp_path) == files
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "0 bytes are free" in warning and "what is there is read" in warning and "--disk-gib" in warning
+
+
+def test_a_directory_that_cannot_be_made_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    engine = tiny_engine(tiny_model(), disk_gib=None, disk_dir=str(tmp_path / "file" / "store"))
+    assert engine.store is None
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "cannot be used (Not a directory)" in warning and "--disk-dir" in warning
+
+
+def test_what_a_disk_holds_is_told_in_the_bytes_of_its_files(tmp_path: Path) -> None:
+    _, _, told = kept_in(tmp_path, Request("r", list(range(38)), greedy(1)))
+    assert told.room["disk"].used == sum(path.stat().st_size for path in pages_in(tmp_path))
+
+
+# ---- a bound
+
+
+def test_pages_that_there_is_no_room_for_on_disk_are_counted(tmp_path: Path) -> None:
+    engine = tiny_engine(tiny_model(), disk_gib=3000 / 2**30, disk_dir=str(tmp_path), page_size=4)
+    run(engine, [Request("r", list(range(41)), greedy(1))])
+    while engine.tend() is not None:
+        time.sleep(0.002)
+    told = engine.stats().store
+    engine.close()
+    assert told is not None and len(pages_in(tmp_path)) == told.saved["disk"] > 0
+    assert told.unsaved == {"full": told.saved["host"] - told.saved["disk"]}
+
+
+def test_two_processes_on_one_directory_share_its_bound(tmp_path: Path) -> None:
+    bound = 40_000
+    one, other = [tiny_engine(tiny_model(), disk_gib=bound / 2**30, disk_dir=str(tmp_path), page_size=4) for _ in range(2)]
+    sizes = []
+    for place in range(16):
+        for whose, engine in enumerate((one, other)):
+            run(engine, [Request("r", [2 * place + whose, *range(100, 140)], greedy(1))])
+            while engine.tend() is not None:
+                time.sleep(0.002)
+            assert engine.store is not None
+            engine.store._writer.settle()
+            engine.tend()
+            sizes.append(sum(path.stat().st_size for path in pages_in(tmp_path)))
+    assert max(sizes) < 1.2 * bound and min(sizes[4:]) > 0.5 * bound
+    assert one.store is not None
+    ledger = one.store.ledger
+    assert ledger.used["disk"] < 0.8 * ledger.capacities["disk"], "it knows what the other one has removed"
+    for engine in (one, other):
+        engine.clear_cache()
+        [event] = run(engine, [Request("r", [31, *range(100, 140)], greedy(1))])["r", 0]
+        assert sum(event.reuse.tiers.values()) == 40, "what was kept last, by either"
+        engine.close()
+
+
+def pages_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if len(path.name) == 64)
+
+
+def test_the_remote_is_named_at_the_start_and_whether_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    caplog.set_level("INFO")
+    engine = tiny_engine(tiny_model(), remote="~/shared")
+    assert (tmp_path / "shared" / "v1").is_dir() and f"{tmp_path}/shared" in caplog.text and "cannot be reached" not in caplog.text
+    engine.close()
+    pytest.importorskip("redis")
+    engine = tiny_engine(tiny_model(), remote=f"unix://{tmp_path}/nobody")
+    assert f"{tmp_path}/nobody" in caplog.text and "the remote cannot be reached now" in caplog.text
+    engine.close()

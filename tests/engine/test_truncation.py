@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pando.engine import scheduler
 from pando.engine.below import WORTH_KEEPING
 from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
@@ -578,7 +577,6 @@ def test_kept_states_that_do_not_come_are_made_again_as_they_were(
 ) -> None:
     monkeypatch.setattr(Speeds, "pays", lambda *_: True)
     monkeypatch.setattr(transfer, "LATE", 0.05)
-    monkeypatch.setattr(scheduler, "PATIENCE", 0.05)
     stays, leaves = Talk(small(model), opening=110), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), opening=110)
     for talk in (stays, leaves):
         talk.until_cut()
@@ -586,8 +584,8 @@ def test_kept_states_that_do_not_come_are_made_again_as_they_were(
     if not alone:
         engine.add(ask("other", words(23, 5), 100, None))
         engine.step()
-        slowly = engine.scheduler.clock
-        engine.scheduler.clock = lambda: slowly() + 0.01 * engine.steps
+        assert engine.store is not None
+        engine.store._now = lambda: time.monotonic() + 0.01 * engine.steps  # type: ignore[method-assign]
     wanted, event = stays.turn(), leaves.turn()
     assert leaves.said == stays.said and event.reuse.truncated == wanted.reuse.truncated
     assert dict(event.reuse.tiers) == {}
@@ -758,6 +756,14 @@ def test_little_is_remembered_of_what_is_long_ago(monkeypatch: pytest.MonkeyPatc
     assert known.num_prompt_tokens - known.num_cached_tokens == 13 < unknown.num_prompt_tokens - unknown.num_cached_tokens
 
 
+def test_a_known_prompt_that_is_cut_has_diverged_from_nothing() -> None:
+    engine, prompt = small(), words(1, 100)
+    answer(engine, ask("whole", prompt))
+    assert events(engine, ask("cut", prompt, how=None, drop=[(8, 40)]))[-1].reuse.miss is None
+    miss = events(engine, ask("other", [*prompt[:90], 1, 2, 3], how=None, drop=[(8, 40)]))[-1].reuse.miss
+    assert miss is not None and miss.reason == "diverged"
+
+
 # ---- what makes no sense
 
 
@@ -775,6 +781,7 @@ def test_little_is_remembered_of_what_is_long_ago(monkeypatch: pytest.MonkeyPatc
         ([(8, True)], "pair of whole numbers"),
         ([(8,)], "pair of whole numbers"),
         ([8], "pair of whole numbers"),
+        (5, "a list of pairs of whole numbers"),
     ],
 )
 def test_parts_that_cannot_be_dropped_are_refused(drop: object, told: str) -> None:
@@ -782,6 +789,14 @@ def test_parts_that_cannot_be_dropped_are_refused(drop: object, told: str) -> No
     with pytest.raises(InvalidPrompt, match=told):
         engine.add(ask("x", words(1, 100), how=None, drop=drop))
     assert not engine.has_work
+
+
+def test_a_beginning_that_fills_the_window_alone_is_refused_in_words_that_make_sense() -> None:
+    engine = small()
+    with pytest.raises(PromptTooLong, match="the first 131 tokens stay, and there are no others that could make room in a context of 128"):
+        engine.add(ask("x", words(1, 131), how=Truncation(keep=131)))
+    with pytest.raises(PromptTooLong, match="the first 128 tokens stay, and what may be dropped of the other 3 does not make room"):
+        engine.add(ask("x", words(1, 131), how=Truncation(keep=126)))
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -196,6 +196,10 @@ def test_keys_name_model_salt_context_and_tokens() -> None:
     assert all(len(name) == 32 for name in names)
 
 
+def test_keys_stay_what_they_were_so_that_what_earlier_releases_kept_is_found() -> None:
+    assert page_key(root_key(b"m", b"s"), [1, 2, 3, 70000]).hex() == "1d74b0526cdbab6acde4987867828f86422890e7daf8f0333305e5cc46e075ed"
+
+
 def test_a_very_deep_tree_is_walked_without_recursion() -> None:
     tree = PrefixTree(PAGE)
     depth = 2000  # twice what Python lets a function call itself

@@ -17,6 +17,7 @@ from .live import live
 
 KEPT = StoreFacts(
     room={"host": Room(5, 10), "disk": Room(7, 20)}, loaded={"disk": 384}, saved={"host": 3}, lost={"corrupt": 1}, unsaved={"room": 2},
+    unanswered={"late": 4},
     recomputed=64, prefetched=9,
 )  # fmt: skip
 
@@ -221,6 +222,7 @@ def test_the_tiers_below_the_device_tell_what_they_hold_and_what_was_lost() -> N
         'pando_store_saved_pages_total{tier="host"} 3.0',
         'pando_store_lost_pages_total{reason="corrupt"} 1.0',
         'pando_store_unsaved_pages_total{reason="room"} 2.0',
+        'pando_store_unanswered_looks_total{reason="late"} 4.0',
         "pando_store_recomputed_tokens_total 64.0",
         "pando_store_prefetched_pages_total 9.0",
     ):

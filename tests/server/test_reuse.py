@@ -11,7 +11,6 @@ import pytest
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
-from pando.engine.request import Tenant
 from pando.model.load import Model
 from pando.model.tokenizer import Tokenizer
 
@@ -67,9 +66,9 @@ def test_the_time_to_the_first_token_begins_when_the_request_has_arrived(
     """What is done before the engine gets it, such as tokenising, counts."""
     prepare = server.service.prompts.completion
 
-    def slowly(body: Any, tenant: Tenant) -> Any:
+    def slowly(*given: Any) -> Any:
         time.sleep(0.1)
-        return prepare(body, tenant)
+        return prepare(*given)
 
     monkeypatch.setattr(server.service.prompts, "completion", slowly)
     assert go_on(client, "From the beginning").pando["time_to_first_token_ms"] >= 100
@@ -257,3 +256,16 @@ def test_the_counters_say_what_the_answers_said() -> None:
             "pando_requests_running": 0,
         }
         assert {name: value for name, value in counters(server).items() if name in expected} == expected
+
+
+def test_what_was_kept_by_a_codec_that_rounds_is_not_called_exact() -> None:
+    asked = "A prompt that will be kept by a codec that rounds, and come back."
+    with live(engine={"host_gib": 0.01, "store_codec": "int8", "kv_cache_tokens": 512}) as server, client_of(server) as client:
+        go_on(client, asked)
+        assert go_on(client, asked).pando["reuse"] == "exact"
+        wait_for(lambda: server.metric('pando_store_saved_pages_total{tier="host"}') >= 3)
+        for number in range(12):
+            go_on(client, f"{number} others come, and need the room that it has taken in the pool.")
+        back = go_on(client, asked)
+    assert back.pando["tokens"]["host"] > 48
+    assert back.pando["reuse"] == back.usage.prompt_tokens_details.reuse == "rounded"

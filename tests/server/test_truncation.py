@@ -1,6 +1,7 @@
 """Conversations that outgrow the context, over HTTP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -150,6 +151,51 @@ def test_sessions_are_remembered_up_to_a_number() -> None:
         overflow.allows(None, b"a", f"silent {name}")
     assert not overflow.allows(None, b"a", "one")
     assert len(overflow._sessions) == MAX_SESSIONS
+
+
+def test_the_header_names_a_session_as_the_field_does(server: Live) -> None:
+    asked, header = {"prompt": "A long prompt that nobody has seen yet. " * 24, "max_tokens": 4}, {"x-session-id": "fay"}
+    assert fetch(server, "/v1/completions", {**asked, "truncation": "auto"}, headers=header).status_code == 200
+    assert fetch(server, "/v1/completions", asked, headers=header).json()["pando"]["truncated"]["dropped_tokens"]
+    assert fetch(server, "/v1/completions", {**asked, "session_id": "fay"}).status_code == 200
+    assert fetch(server, "/v1/completions", asked).status_code == 400
+
+
+def test_what_a_session_said_outlives_the_server(tmp_path: Path) -> None:
+    asked, kept = {"prompt": "A prompt as long as they come. " * 24, "max_tokens": 4}, {"disk_gib": 0.01, "disk_dir": str(tmp_path)}
+    named = [{**asked, "session_id": name} for name in ("gus", "hal")]
+    with live(engine={"max_model_len": WINDOW, **kept}) as server:
+        assert [fetch(server, "/v1/completions", {**each, "truncation": "auto"}).status_code for each in named] == [200, 200]
+    with live(engine={"max_model_len": WINDOW, **kept}) as server:
+        assert fetch(server, "/v1/completions", named[0]).json()["pando"]["truncated"]["dropped_tokens"]
+        assert fetch(server, "/v1/completions", {**named[1], "truncation": "disabled"}).status_code == 400
+        assert fetch(server, "/v1/completions", {**named[0], "cache_salt": "another"}).status_code == 400
+    with live(engine={"max_model_len": WINDOW, **kept}) as server:
+        assert [fetch(server, "/v1/completions", each).status_code for each in named] == [200, 400], "the last thing that each said"
+
+
+class Board:
+    """Notes that a test can look at, and damage."""
+
+    def __init__(self) -> None:
+        self.notes: dict[bytes, bytes] = {}
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        return {key: self.notes[key] for key in keys if key in self.notes}
+
+    def keep(self, key: bytes, tenant: bytes, note: bytes) -> None:
+        self.notes[key] = note
+
+
+def test_more_sessions_than_are_remembered_are_noted_and_what_is_damaged_is_no_choice() -> None:
+    board = Board()
+    overflow = Overflow("disabled", board)
+    for name in range(MAX_SESSIONS + 1):
+        overflow.allows("auto", b"a", f"{name}")
+    assert overflow.allows(None, b"a", "0") and not overflow.allows(None, b"b", "0")
+    another = Overflow("disabled", board)
+    board.notes = dict.fromkeys(board.notes, next(iter(board.notes.values())))
+    assert sum(another.allows(None, b"a", f"{name}") for name in range(20)) <= 1, "one of them is its own"
 
 
 def test_prompts_made_of_modules_and_scored_ones_cannot_be_truncated(server: Live) -> None:

@@ -1,0 +1,36 @@
+"""How fast prompts are computed, before any request has shown it: an engine that only loads would never know whether that is worth it."""
+
+import time
+
+import numpy as np
+import torch
+
+from ..kv.segment import Lineage
+from .engine import Engine
+from .request import SamplingParams
+from .row import Row, Schedule
+
+FEW = 32  # tokens: on a CPU they tell as much as hundreds, and take a moment
+TIMES = 2  # the first of its size may have something to prepare
+
+
+@torch.inference_mode()
+def measure(engine: Engine) -> None:
+    """Computes some tokens in pages that nobody uses, and leaves nothing of them. To be done while nothing runs."""
+    if engine.store is None or not engine.pages.free:
+        return
+    pages, is_cpu = engine.pages, engine.model.device.type == "cpu"
+    most = min(engine.scheduler.budget, engine.max_len, pages.free * pages.page_size)
+    count = min(FEW, most) if is_cpu else most
+    row = Row("", 0, [0] * count, SamplingParams(), 0, Lineage.of(b""), count)
+    row.pages = pages.take(pages.needed(count))
+    seconds = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        batch = engine.batcher.prepare(Schedule([row], np.zeros(1, dtype=np.int64), [count], [row]))
+        engine.model.decoder.forward(engine.batcher.step(batch), engine.pool)
+        if not is_cpu:
+            torch.cuda.synchronize(engine.model.device)
+        seconds.append(time.perf_counter() - began)
+    pages.give(row.pages)
+    engine.store.speeds.computed(count, min(seconds))

@@ -1,0 +1,270 @@
+"""Tiers that are slow, silent or expired: what is kept there is computed, in time, and the answer says why."""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pando.engine.engine import Engine
+from pando.engine.pace import measure
+from pando.engine.request import Request
+from pando.kv.run import Origin, Run
+from pando.kv.segment import Key
+from pando.model.load import Model
+from pando.store import scout, speeds
+from pando.store.tier import Card, Lost
+from tests.engine.test_store import Faulty, ask, cold, engine_of, evict, kept_then_opened, settled, spoil, whole, words
+from tests.tiny import drain, greedy, run, tiny_model
+
+PROMPT = words(1, 60)
+ENOUGH = 0.01  # GiB
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
+def slow(engine: Engine, seconds: float = 0.02) -> None:
+    """Each page takes so long to open, and so does each layer of it."""
+    spoil(engine, random.Random(0), 0.0, delay=seconds)
+
+
+def test_how_fast_prompts_are_computed_is_known_before_anyone_asks(model: Model, tmp_path: Path) -> None:
+    engine = engine_of(model, tmp_path)
+    assert engine.store is not None and engine.store.speeds.patience(10**6) is None
+    measure(engine)
+    assert (engine.store.speeds.patience(10**9) or 0) > speeds.LEAST
+    whole(engine)
+    assert ask(engine, PROMPT)[0].num_cached_tokens == 0 and not engine.store.facts().loaded
+    engine.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_load_is_given_up_when_computing_would_long_have_been_done(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    monkeypatch.setattr(speeds, "LEAST", 0.1)
+    engine = kept_then_opened(model, tmp_path, PROMPT)
+    measure(engine)
+    slow(engine)  # 15 pages, to be opened and with two layers: 0.9 s
+    if not alone:
+        engine.add(Request("other", words(2, 5), greedy(90)))
+        engine.step()
+    began = time.monotonic()
+    engine.add(Request("r", PROMPT, greedy(1)))
+    while not (events := [event for event in engine.step() if event.request_id == "r"]):
+        pass
+    assert time.monotonic() - began < 0.6
+    drain(engine)
+    assert events[0].token == cold(model, PROMPT, 1)[0]
+    assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
+    assert engine.store is not None and engine.store.facts().lost == {"late": 1}
+    whole(engine)
+    engine.close()
+
+
+def test_a_tier_that_was_given_up_once_is_left_and_the_answer_says_that_it_is_slow(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speeds, "LEAST", 0.1)
+    other = [*words(3, 60)]
+    first = engine_of(model, tmp_path)
+    ask(first, other)
+    settled(first)
+    first.close()
+    engine = kept_then_opened(model, tmp_path, PROMPT)
+    measure(engine)
+    slow(engine)
+    assert engine.store is not None
+    ask(engine, PROMPT)
+    before = engine.store.facts().recomputed
+    events = ask(engine, other)
+    assert [event.token for event in events] == cold(model, other)
+    assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "slow"
+    facts = engine.store.facts()
+    assert (facts.lost, facts.recomputed - before) == ({"late": 1}, 59)
+    whole(engine)
+    engine.close()
+
+
+def test_modules_that_are_too_slow_to_load_say_so_as_well(model: Model) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH, kv_cache_tokens=400)
+    assert engine.store is not None
+    asked = Request("r", words(3, 9), greedy(6), runs=(Run(tuple(words(1, 40)), 0, Origin((), 0)),))
+    wanted = [event.token for event in run(engine, [asked])["r", 0]]
+    evict(engine)
+    engine.store.speeds.gave_up("host", speeds.Moved(1, 10.0))
+    events = run(engine, [asked])["r", 0]
+    assert [event.token for event in events] == wanted
+    assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "slow"
+    whole(engine)
+
+
+def test_what_is_nearer_is_loaded_although_the_rest_is_too_slow(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, None, remote=str(tmp_path))
+    ask(first, PROMPT)
+    first.close()
+    engine = engine_of(model, None, remote=str(tmp_path), host_gib=ENOUGH)
+    assert engine.store is not None
+    engine.store.speeds.computed(1, 0.01)
+    engine.store.speeds.gave_up("remote", speeds.Moved(1, 10.0))
+    ask(engine, PROMPT[:33], count=1)
+    evict(engine)
+    before = engine.store.facts().recomputed
+    events = ask(engine, PROMPT)
+    assert [event.token for event in events] == cold(model, PROMPT)
+    assert events[0].reuse.tiers == {"host": 32}
+    assert events[0].reuse.miss is not None and (events[0].reuse.miss.reason, events[0].reuse.miss.token) == ("slow", 32)
+    assert engine.store.facts().recomputed - before == 59 - 32
+    engine.close()
+
+
+def test_loads_are_measured_from_the_first_on_also_those_that_fail(model: Model, tmp_path: Path) -> None:
+    engine = kept_then_opened(model, tmp_path, PROMPT)
+    store, told = engine.store, dict[str, speeds.Moved]()
+    assert store is not None
+    store.speeds.moved = lambda tier, moved: told.update({tier: moved})  # type: ignore[method-assign]
+    spoil(engine, Tenth(), 0.5, delay=0.001)
+    ask(engine, PROMPT)
+    settled(engine)
+    assert store.facts().lost and 0 < told["disk"].size < 15 * store._page_bytes and told["disk"].seconds > 0.01
+    engine.close()
+
+
+class Tenth(random.Random):
+    """Says at the 25th question that something fails."""
+
+    asked = 0
+
+    def random(self) -> float:
+        self.asked += 1
+        return 0.0 if self.asked == 25 else 1.0
+
+
+def test_what_expired_is_told_from_what_was_evicted(model: Model, tmp_path: Path) -> None:
+    engine = engine_of(model, tmp_path, ttl=60)
+    ask(engine, PROMPT)
+    evict(engine)
+    store = engine.store
+    assert store is not None
+    start = store._clock()
+    store._clock = lambda: start + 61  # type: ignore[method-assign]
+    for reason in ("expired", None):
+        events = ask(engine, [*PROMPT, 1])
+        assert [event.token for event in events] == cold(model, [*PROMPT, 1])
+        assert (events[0].reuse.miss.reason if events[0].reuse.miss else None) == reason
+    assert store.facts().lost == {"expired": 1}
+    engine.close()
+
+
+class Silent(Faulty):
+    """A remote that does not answer."""
+
+    asked = 0
+
+    def look(self, keys: Sequence[Key]) -> int:
+        Silent.asked += 1
+        raise Lost("unreadable", "it is gone")
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        Silent.asked += 1
+        raise Lost("unreadable", "it is gone")
+
+
+def test_a_remote_that_does_not_say_what_it_has_is_counted_and_asked_once_for_a_request(model: Model, tmp_path: Path) -> None:
+    engine = engine_of(model, None, remote=str(tmp_path))
+    ask(engine, PROMPT)
+    evict(engine)
+    store = engine.store
+    assert store is not None
+    gone = Silent(store.below[-1], random.Random(0), 0.0)
+    store.below = (*store.below[:-1], gone)
+    for prompt in (words(5, 60), words(6, 60)):
+        events = ask(engine, prompt)
+        assert [event.token for event in events] == cold(model, prompt)
+        assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
+    assert store.facts().unanswered == {"unreadable": 2} and Silent.asked == 2
+    events = ask(engine, [*words(6, 60), *(event.token for event in events), *words(7, 5)])
+    assert events[0].reuse.miss is None, "all that is known of it was in the pool"
+    engine.close()
+
+
+class Slowly(Faulty):
+    """A remote that takes its time to say what it has."""
+
+    seconds = 0.3
+
+    def look(self, keys: Sequence[Key]) -> int:
+        time.sleep(self.seconds)
+        return self.inner.look(keys)
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        time.sleep(self.seconds)
+        return self.inner.ends(parent)
+
+
+def remote_of(engine: Engine, how: type[Slowly] = Slowly) -> Slowly:
+    assert engine.store is not None and engine.store.scout is not None
+    inner = engine.store.scout._inner  # type: ignore[attr-defined]
+    made = engine.store.scout._inner = how(inner, random.Random(0), 0.0)  # type: ignore[attr-defined]
+    return made
+
+
+def test_asking_a_remote_holds_up_nobody_else(model: Model, tmp_path: Path) -> None:
+    first = engine_of(model, None, remote=str(tmp_path))
+    ask(first, PROMPT)
+    first.close()
+    engine = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=960)
+    engine.add(Request("talks", words(2, 5), greedy(400)))
+    while not engine.step():
+        pass
+    remote_of(engine)
+    engine.add(Request("asks", PROMPT, greedy(3)))
+    longest, before, asks = 0.0, 0, []
+    while not asks:
+        began = time.monotonic()
+        events = engine.step()
+        longest = max(longest, time.monotonic() - began)
+        asks = [event for event in events if event.request_id == "asks"]
+        before += len(events) - len(asks)
+    assert longest < Slowly.seconds and before > 5
+    assert asks[0].token == cold(model, PROMPT)[0] and asks[0].reuse.tiers == {"remote": 59}
+    drain(engine)
+    whole(engine)
+    engine.close()
+
+
+def test_a_remote_is_asked_once_for_all_that_a_request_needs_and_what_begins_alike_is_asked_for_as_well(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, None, remote=str(tmp_path))
+    remote, threads = remote_of(engine), list[str]()
+
+    def told(keys: Sequence[Key]) -> int:
+        threads.append(threading.current_thread().name)
+        return 0
+
+    monkeypatch.setattr(remote, "look", told)
+    for tail in (3, 4):
+        ask(engine, [*words(8, 30), *words(tail, 30)])
+    assert threads == ["pando-look"] * 2
+    engine.close()
+
+
+def test_a_remote_that_hangs_is_waited_for_once(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scout, "AWAITED", 0.2)
+    engine, free = engine_of(model, None, remote=str(tmp_path)), threading.Event()
+    monkeypatch.setattr(remote_of(engine), "look", lambda keys: free.wait(20) and 0)
+    for number in range(4):
+        began = time.monotonic()
+        events = ask(engine, words(number, 60))
+        assert [event.token for event in events] == cold(model, words(number, 60))
+        assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
+        assert number == 0 or time.monotonic() - began < 0.2
+    assert engine.store is not None and engine.store.facts().unanswered == {"late": 4}
+    free.set()
+    engine.close()

@@ -1,0 +1,78 @@
+"""Is loading sooner than computing?"""
+
+import time
+
+from pando.store.speeds import HOPE, LEAST, LONGER, Meter, Moved, Speeds
+
+FAST, SLOW = Moved(1000, 0.001), Moved(1000, 10.0)
+WANTED = {"disk": 1000}
+TOKENS = 100  # of which each takes 10 ms
+
+
+def speeds() -> Speeds:
+    made = Speeds()
+    made.computed(10, 0.1)
+    return made
+
+
+def test_loading_is_taken_to_pay_until_it_is_known_not_to() -> None:
+    assert Speeds().pays(WANTED, TOKENS) and speeds().pays(WANTED, TOKENS)
+    unknown = Speeds()
+    unknown.gave_up("disk", SLOW)
+    assert unknown.pays(WANTED, TOKENS), "nobody knows how long computing takes"
+
+
+def test_a_tier_that_is_slow_from_the_start_is_known_after_two_loads() -> None:
+    found = speeds()
+    found.moved("disk", SLOW)
+    assert found.pays(WANTED, TOKENS), "the first load prepares things, and may be slow for that"
+    found.moved("disk", SLOW)
+    assert not found.pays(WANTED, TOKENS) and found.pays({"host": 1000}, TOKENS)
+
+
+def test_a_tier_that_becomes_slow_is_known_after_two_loads_and_one_by_chance_does_not_count() -> None:
+    found = speeds()
+    for _ in range(9):
+        found.moved("disk", FAST)
+    found.moved("disk", SLOW)
+    assert found.pays(WANTED, TOKENS)
+    found.moved("disk", FAST)
+    found.moved("disk", SLOW)
+    assert not found.pays(WANTED, TOKENS)
+
+
+def test_a_load_that_was_given_up_is_enough() -> None:
+    found = speeds()
+    for _ in range(9):
+        found.moved("disk", FAST)
+    found.gave_up("disk", SLOW)
+    assert not found.pays(WANTED, TOKENS)
+
+
+def test_a_slow_tier_is_tried_again_and_believed_when_it_is_fast() -> None:
+    found = speeds()
+    found.gave_up("disk", SLOW)
+    tries = next(number for number in range(1000) if found.pays(WANTED, TOKENS))
+    assert HOPE**tries < 0.1 < HOPE ** (tries - 3)
+    found.moved("disk", FAST)
+    found.moved("disk", FAST)
+    assert found.pays({"disk": 100_000}, TOKENS)
+
+
+def test_a_load_may_take_longer_than_computing_but_not_much() -> None:
+    assert Speeds().patience(TOKENS) is None
+    assert speeds().patience(TOKENS) == LONGER * TOKENS * 0.01
+    assert speeds().patience(1) == LEAST
+
+
+def test_of_a_load_from_several_tiers_each_has_its_own_time_and_a_share_of_the_copying() -> None:
+    meter = Meter()
+    for tier, size, seconds in (("host", 100, 0.0), ("disk", 300, 0.02), ("disk", 0, 0.01), ("remote", 0, 0.01)):
+        began = time.perf_counter()
+        time.sleep(seconds)
+        meter.add(tier, size, began)
+    time.sleep(0.04)
+    read = meter.read()
+    assert read.keys() == {"host", "disk"} and (read["host"].size, read["disk"].size) == (100, 300)
+    assert 0.01 <= read["host"].seconds < read["disk"].seconds and read["disk"].seconds >= 0.06
+    assert Meter().read() == {}
