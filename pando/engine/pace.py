@@ -1,5 +1,6 @@
 """How fast prompts are computed, before any request has shown it: an engine that only loads would never know whether that is worth it."""
 
+import logging
 import time
 
 import numpy as np
@@ -9,6 +10,8 @@ from ..kv.segment import Lineage
 from .engine import Engine
 from .request import SamplingParams
 from .row import Row, Schedule
+
+log = logging.getLogger(__name__)
 
 FEW = 32  # tokens: on a CPU they tell as much as hundreds, and take a moment
 TIMES = 2  # the first of its size may have something to prepare
@@ -25,12 +28,16 @@ def measure(engine: Engine) -> None:
     row = Row("", 0, [0] * count, SamplingParams(), 0, Lineage.of(b""), count)
     row.pages = pages.take(pages.needed(count))
     seconds = []
-    for _ in range(TIMES):
-        began = time.perf_counter()
-        batch = engine.batcher.prepare(Schedule([row], np.zeros(1, dtype=np.int64), [count], [row]))
-        engine.model.decoder.forward(engine.batcher.step(batch), engine.pool)
-        if not is_cpu:
-            torch.cuda.synchronize(engine.model.device)
-        seconds.append(time.perf_counter() - began)
-    pages.give(row.pages)
-    engine.store.speeds.computed(count, min(seconds))
+    try:
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            batch = engine.batcher.prepare(Schedule([row], np.zeros(1, dtype=np.int64), [count], [row]))
+            engine.model.decoder.forward(engine.batcher.step(batch), engine.pool)
+            if not is_cpu:
+                torch.cuda.synchronize(engine.model.device)
+            seconds.append(time.perf_counter() - began)
+        engine.store.speeds.computed(count, min(seconds))
+    except torch.OutOfMemoryError:  # then the first requests tell, in smaller steps
+        log.warning("how fast prompts are computed is not known yet: a step of %d tokens did not fit into the memory", count)
+    finally:
+        pages.give(row.pages)

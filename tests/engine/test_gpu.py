@@ -14,6 +14,7 @@ from torch import Tensor
 from pando import Prompt
 from pando.engine.engine import Engine
 from pando.engine.llm import LLM
+from pando.engine.pace import measure
 from pando.engine.request import Request, TokenEvent, Truncation
 from pando.engine.row import Schedule
 from pando.errors import InvalidOption
@@ -175,6 +176,13 @@ def test_a_model_that_is_loaded_from_files_answers_as_on_the_cpu(tmp_path: Path,
         said.append([event.token for event in events])
     assert said[0] == said[1]
     assert load(str(tmp_path), device="auto", dtype="auto").decoder.embed.dtype == torch.bfloat16
+
+
+def test_how_fast_prompts_are_computed_is_measured_and_leaves_nothing(model: Model) -> None:
+    engine = tiny_engine(model, host_gib=0.05, **OPTIONS)
+    measure(engine)
+    assert engine.store is not None and engine.store.speeds.patience(1) is not None
+    assert engine.pages.free == engine.pages.count
 
 
 # ---- memory

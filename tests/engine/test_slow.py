@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from pando.engine.engine import Engine
 from pando.engine.pace import measure
@@ -41,6 +43,22 @@ def test_how_fast_prompts_are_computed_is_known_before_anyone_asks(model: Model,
     whole(engine)
     assert ask(engine, PROMPT)[0].num_cached_tokens == 0 and not engine.store.facts().loaded
     engine.close()
+
+
+def test_where_there_is_no_memory_to_measure_with_an_engine_starts_all_the_same(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(model, tmp_path)
+
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model.decoder, "forward", full)
+        measure(engine)
+    assert "not known yet" in caplog.text
+    assert [event.token for event in ask(engine, PROMPT)] == cold(model, PROMPT)
+    whole(engine)
 
 
 @pytest.mark.parametrize("alone", [True, False])
