@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from .test_signals import Process
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("PANDO_KILLS", "25"))
+SERVER_KILLS = int(os.environ.get("PANDO_SERVER_KILLS", "2"))
 STORE = {"disk_gib": 0.01, "page_size": 16}
 LONG = "It was a long story, told slowly, and it went on for a while before anything happened at all. " * 2
 
@@ -94,6 +96,7 @@ def chatter(address: str, seed: int) -> None:
 def test_a_server_that_was_killed_answers_as_a_cold_one_and_a_restarted_one_from_disk(
     start: Callable[..., Process], gguf: Path, tmp_path: Path
 ) -> None:
+    """PANDO_SERVER_KILLS=100 for as many; each server answers from what those before it left."""
     talk = [f"Tell me a story. {LONG}", "Once.", "And then?"]
     cold = LLM(str(gguf), dtype="float32", device="cpu", native=False, prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -104,12 +107,13 @@ def test_a_server_that_was_killed_answers_as_a_cold_one_and_a_restarted_one_from
         assert [reply["choices"][0]["message"]["content"] for reply in replies] == expected
         return replies
 
-    for number in range(2):
+    for number in range(SERVER_KILLS):
         server = start(gguf, "--disk-dir", tmp_path / "store")
         address = server.ready()
         noise = threading.Thread(target=chatter, args=(address, number))
         noise.start()
         told(address)
+        time.sleep(number % 5 * 0.05)  # some of what was said last is being written
         server.process.send_signal(signal.SIGKILL)
         assert server.end() == -signal.SIGKILL
         noise.join()
