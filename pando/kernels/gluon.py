@@ -9,19 +9,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .triton import FIELDS
+
 ROWS = gl.constexpr(64)  # packed queries of a group
 KEYS = gl.constexpr(128)  # of a block
 K_HERE, V_HERE, K_DONE, V_DONE = map(gl.constexpr, range(4))  # what each stage is waited for
+TILE = gl.constexpr(FIELDS)
+TOGETHER = gl.constexpr(8)  # tiles that neighbours take, one each, before any takes another head's
 LOOKS, FETCHES = gl.constexpr(192), gl.constexpr(24)  # registers of a thread, by what it does
 REGISTERS = 136  # of each thread of twelve warps, when a program begins: as many in all as their parts take then
 
 
 @gluon.jit
-def _tile(tiles, i, K: gl.constexpr):
-    """Its fields; first key, end of those that all see, end of those looked at, which is one block at least, and of those that any sees."""
-    tile = tiles + i // K * 8
+def _tile(tiles, i, high, K: gl.constexpr):
+    """Its fields, and its head; first key, end of those that all see, end of those looked at, which is one block at least, and of those
+    that any sees. Programs that are neighbours take tiles that are: what they fetch is the same, and is fetched for both at once."""
+    group = i // (TOGETHER * K)
+    rest, some = i - group * (TOGETHER * K), gl.minimum(TOGETHER, high // K - group * TOGETHER)
+    tile = tiles + (group * TOGETHER + rest % some) * TILE
     start, end = gl.load(tile + 1), gl.load(tile + 3)
-    return tile, start, start + (gl.load(tile + 2) - start) // KEYS * KEYS, gl.maximum(end, start + 1), end
+    return tile, rest // some, start, start + (gl.load(tile + 2) - start) // KEYS * KEYS, gl.maximum(end, start + 1), end
 
 
 @gluon.jit
@@ -37,14 +44,14 @@ def _bring(pool, book, at, last, column, bar, block, PAGE: gl.constexpr, D: gl.c
 def _fetch(k, v, tiles, high, pages, ks, vs, bars, K: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr):
     count = 0
     for i in range(gl.program_id(0), high, gl.num_programs(0)):
-        tile, start, _, stop, end = _tile(tiles, i, K)
+        tile, head, start, _, stop, end = _tile(tiles, i, high, K)
         book, last = pages + gl.load(tile), (gl.maximum(end, 1) - 1) // PAGE
         for at in range(start, stop, KEYS):
             stage, turn = count % STAGES, (count // STAGES & 1) ^ 1
             mbarrier.wait(bars.index(K_DONE * STAGES + stage), turn)
-            _bring(k, book, at, last, i % K * D, bars.index(K_HERE * STAGES + stage), ks.index(stage), PAGE, D)
+            _bring(k, book, at, last, head * D, bars.index(K_HERE * STAGES + stage), ks.index(stage), PAGE, D)
             mbarrier.wait(bars.index(V_DONE * STAGES + stage), turn)
-            _bring(v, book, at, last, i % K * D, bars.index(V_HERE * STAGES + stage), vs.index(stage), PAGE, D)
+            _bring(v, book, at, last, head * D, bars.index(V_HERE * STAGES + stage), vs.index(stage), PAGE, D)
             count += 1
 
 
@@ -112,8 +119,8 @@ def _look(
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     count = 0
     for i in range(gl.program_id(0), high, gl.num_programs(0)):
-        tile, start, full, _, end = _tile(tiles, i, K)
-        pair, many, first = gl.load(tile + 4), gl.load(tile + 5) * G, i % K * G
+        tile, head, start, full, _, end = _tile(tiles, i, high, K)
+        pair, many, first = gl.load(tile + 4), gl.load(tile + 5) * G, head * G
         rows, dims = GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOADED)), gl.arange(0, D, gl.SliceLayout(0, LOADED))
         real = rows < many
         who = gl.load(query + pair + rows // G, mask=real, other=0).to(gl.int64)

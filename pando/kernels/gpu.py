@@ -25,7 +25,7 @@ from .reference import Geometry
 from .rope import turns
 
 LOG2_E = math.log2(math.e)
-ALONE_KEYS = 8  # that one query looks at together
+ALONE_KEYS = 4  # that one query looks at together, while as many again are on their way, and as many behind those
 TURNED = 8  # heads that are turned again together
 MERGED = (2, 4, 16)  # parts looked at together: few kinds, since each is compiled
 FETCHERS = 32  # programs that fetch pages from host memory
@@ -69,6 +69,7 @@ class TritonLowering:
                 warps=self._small.warps if self._small.heads > 1 else max(2, self._small.warps), registers=BESIDE
             )
         self._room = {name: max(1, math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
+        self._room["tiles"] = kernels.FIELDS * max(1, self._grids[0] + self._grids[1])  # one for every program, if only of zeros
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
@@ -165,7 +166,7 @@ class TritonLowering:
             a["pages"], a["query"], self._seen, self._ahead, a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
             *self._shape, self._page_size, size.rows,
             LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, g.slopes is not None, self._precision,
-            is_large, size.many, early and overlaps, after and overlaps,
+            is_large, not is_large and not self._grids[0] and not size.many, size.many, early and overlaps, after and overlaps,
             num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after),
         )  # fmt: skip
 

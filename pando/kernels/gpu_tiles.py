@@ -179,6 +179,7 @@ def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry
     tiles[:, 4] = reads.query_starts[which][owner] + ahead
     tiles[:, 5] = np.minimum(pairs, queries[owner] - ahead)
     tiles[:, 7] = np.minimum(start + keys, tokens[owner])
+    tiles[:, 8] = reads.pages[tiles[:, 0] + start // reads.page_size]
     return tiles
 
 

@@ -9,16 +9,17 @@ changes from step to step, how many keys each pair sees, `begin` computes on the
 import triton
 import triton.language as tl
 
-FIELDS = (
-    8  # of a tile: first page, first key, end of the keys that all pairs see, end of those that any sees, pair, pairs, part, end of the run
-)
+# Of a tile: where its read's pages are listed, first key, end of the keys that all pairs see, end of those that any sees, pair, pairs,
+# part, end of the run, page of the first key (it is listed, too; but who knows it has one thing less to wait for). Zeros are no tile.
+FIELDS = 9
+TILE = tl.constexpr(FIELDS)
 
 
 @triton.jit
 def begin(positions, tiles, counts, reader, base, room, seen, ahead, PAIRS: tl.constexpr, KEYS: tl.constexpr):
     """How many keys each pair of a tile sees, and how far ahead of its query the first one lies."""
     if tl.program_id(0) < tl.load(counts + 1):
-        tile = tiles + tl.program_id(0) * 8
+        tile = tiles + tl.program_id(0) * TILE
         first, stop = tl.load(tile + 1), tl.load(tile + 7)
         mine = tl.arange(0, PAIRS)
         real = mine < tl.load(tile + 5)
@@ -62,7 +63,7 @@ def _look(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     last = (tl.maximum(end, 1) - 1) // PAGE
-    page = tl.load(pages + first + tl.minimum(start // PAGE, last))
+    page = tl.load(tile + 8)
     if EXACT:
         full = start
     else:
@@ -124,9 +125,10 @@ def look(
     q, k, v, slopes, tiles, counts, pages, query, seen, ahead, places, parts, lses, out, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-    LARGE: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
+    LARGE: tl.constexpr, ALL: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """The large tiles of a plan, or the small ones behind them. MANY: a program takes one tile after the other.
+    """The large tiles of a plan, or the small ones behind them. ALL: there are only these, and nobody waits to be told how many, since
+    those behind them are zeros. MANY: a program takes one tile after the other.
 
     EARLY: the launch that follows may begin while this one runs. It is the other kind of tile, which needs nothing of this one and finds
     the room that large tiles leave, so that one computes while the other fetches; or the merge, which waits. A merge waits for the launch
@@ -134,23 +136,19 @@ def look(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if LARGE:
-        low = 0
-        high = tl.load(counts) * K
-    else:
-        low = tl.load(counts) * K
-        high = tl.load(counts + 1) * K
+    low = 0 if LARGE or ALL else tl.load(counts) * K
     if MANY:
+        high = (tl.load(counts) if LARGE else tl.load(counts + 1)) * K
         for i in tl.range(low + tl.program_id(0), high, tl.num_programs(0)):
             _look(
-                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
+                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * TILE, i % K,
                 H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
             )  # fmt: skip
     else:
         i = low + tl.program_id(0)
-        if i < high:
+        if ALL or i < (tl.load(counts) if LARGE else tl.load(counts + 1)) * K:
             _look(
-                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * 8, i % K,
+                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * TILE, i % K,
                 H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
             )  # fmt: skip
     if AFTER:  # noqa: SIM102
@@ -165,20 +163,20 @@ def look_alone(
     EARLY: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Small tiles of one query each, in models whose heads all have keys of their own. A product would have one row: numbers are multiplied
-    and added up as they come, for some heads at a time, and nothing but registers is needed. EARLY and AFTER as in `look`."""
+    and added up as they come, for some heads at a time. EARLY and AFTER as in `look`."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = H // HEADS
     i = tl.load(counts) + tl.program_id(0) // BLOCKS
     if i < tl.load(counts + 1):
-        tile = tiles + i * 8
+        tile = tiles + i * TILE
         first = tl.load(tile)
         start = tl.load(tile + 1)
         end = tl.load(tile + 3)
         who = tl.load(query + tl.load(tile + 4)).to(tl.int64)
         place = tl.load(places + tl.load(tile + 6)).to(tl.int64)
         last = (tl.maximum(end, 1) - 1) // PAGE
-        page = tl.load(pages + first + tl.minimum(start // PAGE, last))
+        page = tl.load(tile + 8)
         heads = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
         dims, keys = tl.arange(0, WIDE), tl.arange(0, KEYS)
         mine, whole = heads[:, None] * D + dims[None, :], (dims < D)[None, :]
@@ -186,7 +184,7 @@ def look_alone(
         peak = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, WIDE], tl.float32)
-        for at in tl.range(start, end, KEYS, num_stages=1):
+        for at in tl.range(start, end, KEYS, num_stages=3):
             slot = page * PAGE + at % PAGE
             page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))
             seen = at + keys < end

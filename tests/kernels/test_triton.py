@@ -280,8 +280,9 @@ def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once()
         processors = 1 + seed * 7
         cut = Tiles.cut(reads, count, case.geometry, *sizes(case.geometry, torch.bfloat16, reads, processors), processors)
         covered = np.zeros(len(reads.queries), dtype=np.int64)
-        for _, first, _, _, pair, pairs, _, stop in cut.tiles.tolist():
+        for listed, first, _, _, pair, pairs, _, stop, page in cut.tiles.tolist():
             covered[pair : pair + pairs] += stop - first
+            assert page == reads.pages[listed + first // PAGE]
         assert (covered == np.repeat(reads.tokens, np.diff(reads.query_starts))).all()
         written = np.sort(cut.places[cut.places >= 0])
         assert (written == np.arange(cut.parts)).all()
