@@ -8,7 +8,8 @@ its way into the pool, there is a graph for each layer, and each waits for its o
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)  # tokens
 SPARE = 2.0  # room for larger plans than the one that a graph was captured with
 WANTED = (1, 8, 32, 128, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, since there are so many mixtures
+ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: what is kept for others cannot be taken back meanwhile
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
 
@@ -160,6 +162,18 @@ class _Cuts:
         self.__enter__()
 
 
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Nothing is collected: it might be something whose end a capture cannot bear. To collect before takes longer than to capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     from ..kernels import gpu
     from ..kernels.gpu_tiles import sizes
@@ -174,13 +188,13 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
         return sizes(geometry, dtype, reads, device.processors), bool(reads.shifts.any())
 
     def capture(work: Callable[[], Tensor], layered: bool) -> Repeat:
-        gc.collect()
         torch.cuda.synchronize(device.where)
-        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device.where)[0] < ROOM:
+            torch.cuda.empty_cache()
         cuts, waited = _Cuts(memory), pool.arrivals
         pool.arrivals = (cuts,) if layered else ()
         try:
-            with torch.cuda.stream(stream), cuts:
+            with torch.cuda.stream(stream), _kept(), cuts:
                 logits = work()
         finally:
             pool.arrivals = waited
