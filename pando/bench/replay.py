@@ -35,6 +35,7 @@ HOME = Lineage.of(ROOT)
 PARAMS = SamplingParams()  # nothing is drawn
 TRIES = 100  # steps in which nobody could run, although nothing is on its way
 COPIES = 8  # objects of the same number: lists of a single one are slow to copy, since each place counts its references behind the other
+READY = 2**24  # tokens of layouts that are not made again: of all conversations that go on
 UNSURE = 16  # steps after which it is looked again whether a row that waits could run
 
 
@@ -126,7 +127,7 @@ class Replay:
             pages, tree, max_rows=machine.batch, budget=machine.budget, reuse=store is not None, clock=lambda: clock.now, store=store
         )
         window, below = machine.window or ENDLESS, self.scheduler.below
-        self._truncations = Truncations(tree, below, window, self.scheduler.clock, "off" if store is None else None)
+        self._truncations = Truncations(tree, below, window, self.scheduler.clock, "off" if store is None else None, READY)
         self._asked: dict[Row, _Asked] = {}
         self._begun: set[Row] = set()  # rows that something was done for in the last step
         self._idle = 0  # steps without rows, one after the other
@@ -172,7 +173,8 @@ class Replay:
         prompt: list[int] = []
         for token, times in said:
             copies = [token + 0 for _ in range(COPIES)]
-            prompt += (copies * -(-times // COPIES))[:times]
+            prompt += copies * (times // COPIES)
+            prompt += copies[: times % COPIES]
         before, keys = self._keys.get(number, (None, []))
         if before != prompt[0]:  # otherwise it begins with all that was said before, whose keys are known
             keys = []
@@ -227,7 +229,6 @@ class Replay:
         """How many steps can be taken at once: up to the next arrival and the next end of an answer, if all rows decode and no other can
         run."""
         scheduler = self.scheduler
-        full = scheduler.is_full
         if not scheduler.running:
             return 1
         most = ENDLESS
@@ -235,7 +236,10 @@ class Replay:
             said = len(row.tokens)
             if row.computed < said - 1 or row.makes is not None:
                 return 1
-            most = min(most, row.last - said)
+            left = row.last - said
+            if left < most:
+                most = left
+        full = scheduler.is_full
         if any(all(load.done for load in row.loads) for row in scheduler.loading) or (
             scheduler.waiting and not full and not self._hopeless
         ):
@@ -310,15 +314,17 @@ class Replay:
 
     def _say(self, rows: Sequence[Row]) -> None:
         """Those that have caught up get their next tokens."""
+        everyone = self._asked
         for row in rows:
-            said = len(row.tokens)
-            if row.makes is not None or row.computed < said:
+            tokens = row.tokens
+            said = len(tokens)
+            if row.computed < said or row.makes is not None:
                 continue
-            asked = self._asked[row]
+            asked = everyone[row]
             if not asked.is_served:
                 self._serve(row, asked)
             if said + 1 < row.last:
-                row.tokens.append(asked.token)
+                tokens.append(asked.token)
             else:
                 self._end(row, asked)
 

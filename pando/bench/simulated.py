@@ -71,13 +71,15 @@ class Clock:
             then, hand = self._first()
             if then > until:
                 break
-            self.now = max(self.now, then)
+            if then > self.now:
+                self.now = then
             if hand is not None:
                 hand.work()
             else:
                 _, _, act, what = heapq.heappop(self._due)
                 act(what)
-        self.now = max(self.now, until)
+        if until > self.now:
+            self.now = until
 
 
 class Hand(Worker):
@@ -97,10 +99,11 @@ class Hand(Worker):
         self.begins = max(self._free, self._posts[0][2]) if self._posts else math.inf
 
     def work(self) -> None:
-        self._clock.moment = self.begins
-        heapq.heappop(self._posts)[3]()
-        self._free = self._clock.moment
-        self._look()
+        clock, posts = self._clock, self._posts
+        clock.moment = self.begins
+        heapq.heappop(posts)[3]()
+        self._free = free = clock.moment
+        self.begins = max(free, posts[0][2]) if posts else math.inf
 
     def settle(self) -> None:
         """Whoever waits for it lets the time pass."""
@@ -189,6 +192,7 @@ class Disk:
     def __init__(self, clock: Clock, rate: float, kv_bytes: int, page_size: int) -> None:
         self._clock, self._token, self._page_size = clock, kv_bytes / rate, page_size
         self._cards: dict[Key, Card] = {}
+        self._whole = (0,) * page_size
         self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
 
     def look(self, keys: Sequence[Key]) -> int:
@@ -203,10 +207,13 @@ class Disk:
         return _Read(self._cards[key], self._clock, self._token)
 
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
-        self._cards[card.key] = card
+        """Of whole pages nobody reads the tokens: of hundreds of thousands they take more memory than all else."""
         self._clock.spend(len(card.tokens) * self._token)
         if len(card.tokens) < self._page_size:
             remember_end(self._ends, card)
+        else:
+            card = card._replace(tokens=self._whole)
+        self._cards[card.key] = card
 
     def drop(self, keys: Sequence[Key]) -> None:
         for card in [self._cards.pop(key) for key in keys if key in self._cards]:

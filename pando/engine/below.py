@@ -16,7 +16,7 @@ from .rounded import Rounded
 from .row import Row, Schedule
 
 PAUSE = 0.02  # seconds for which nothing is asked of an engine that has nothing to do but to wait
-WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for
+WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for, and than brought up
 
 
 class Below:
@@ -27,6 +27,7 @@ class Below:
         self.limbo: list[tuple[Loading, list[int]]] = []  # pages that are filled for nobody
         self._departure: Departing | None = None  # of the last step that was made
         self._coming: dict[Row, None] = {}  # rows that wait, and whose pages the store has not been told of
+        self._kept: dict[tuple[Want | None, int], Found] = {}  # of runs, behind so many tokens; until the store makes room for anything
 
     def join(self, row: Row) -> None:
         """A row waits, and will need its pages. Most rows run in the next step: the store is told of those that do not."""
@@ -41,6 +42,7 @@ class Below:
 
     def _tell(self) -> None:
         """To be done before the store makes room for anything."""
+        self._kept.clear()
         for row in self._coming:
             self._tell_of(row)
         self._coming.clear()
@@ -58,11 +60,12 @@ class Below:
     # ---- bringing up
 
     def load(self, row: Row, limit: int, *, more_than: int) -> int:
-        """Begins to bring up what is kept of a row behind what the tree has, if it is more than that; answers how many tokens. The row has
-        its pages already."""
-        found = self.look(row.lineage, row.tenant, row.keys, row.tokens, row.settled, limit)
+        """Begins to bring up what is kept of a row behind what the tree has, if it is enough more than that; answers how many tokens. The
+        row has its pages already."""
+        kept = self._kept.get((row.makes, row.settled)) if row.brings else None
+        found = kept or self.look(row.lineage, row.tenant, row.keys, row.tokens, row.settled, limit)
         row.ended = found.ended
-        if found.tokens <= more_than:
+        if found.tokens - more_than < max(1, min(WORTH_KEEPING, self.tree.page_size, limit - row.settled)):
             return 0
         start = row.settled // self.tree.page_size
         row.load = self.store.load(found, row.keys, row.pages[start : start + len(found.parts)])
@@ -75,13 +78,16 @@ class Below:
             return False
         extend_keys(row.keys, row.lineage, row.tokens, self.tree.page_size)
         found = {each.want for each in row.imports}
-        chains = [(want.lineage, want.keys, want.run.tokens, 0, want.origin.first) for want in row.wants if want not in found]
-        asked = [self._asks(row.tenant, *chain, now) for chain in (*chains, (row.lineage, row.keys, row.tokens, 1, row.at))]
-        return any(asked)
+        asked = [self.asks_for(want, row.tenant, now) for want in row.wants if want not in found]
+        return any([*asked, self.asks(row.lineage, row.tenant, row.keys, row.tokens, len(row.tokens) - 1, row.at, now)])
 
-    def _asks(self, tenant: Key, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], less: int, first: int, now: float) -> bool:
-        assert self.store.scout is not None
-        limit = len(tokens) - less
+    def asks_for(self, want: Want, tenant: Key, now: float) -> bool:
+        return self.asks(want.lineage, tenant, want.keys, want.run.tokens, len(want.run), want.origin.first, now)
+
+    def asks(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int, now: float) -> bool:
+        """Is it still being asked what a remote has of these tokens, of at most `limit`, that the tree does not have?"""
+        if self.store.scout is None:
+            return False
         match = self.tree.match(lineage, keys, tokens, limit, now, first=first)
         self.tree.forget_bare(match.stem)
         settled = match.stem.end - first
@@ -104,6 +110,7 @@ class Below:
         self.tree.forget_bare(match.stem)
         settled = match.stem.end - first
         found = self.look(want.lineage, tenant, want.keys, tokens, settled, len(tokens))
+        self._kept[want, settled] = found
         return settled + found.tokens == len(tokens) and bool(found.parts), found.ended
 
     def end(self, row: Row) -> bool:
@@ -121,8 +128,8 @@ class Below:
             row.loaded = came
         left = row.loaded
         for part in parts if row.is_new else ():
-            row.tiers[part.tier] = row.tiers.get(part.tier, 0) + min(left, len(part.card.tokens))
-            left -= min(left, len(part.card.tokens))
+            row.tiers[part.tier] = row.tiers.get(part.tier, 0) + (came := min(left, len(part.card.tokens)))
+            left -= came
         start = row.settled // self.tree.page_size
         self.rounded.come(row.pages[start : start + len(parts)])
         self.rounded.look(row)
@@ -161,6 +168,7 @@ class Below:
 
     def forget_pool(self) -> list[int]:
         """Nothing in the pool is to be trusted any more; answers the pages that are still being filled."""
+        self._kept.clear()
         self.store.forget_pool()
         self.returned()
         return [page for _, pages in self.limbo for page in pages]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import InvalidOption, PoolTooSmall
+from ..errors import InvalidOption
 from ..kv.pages import Pages
 from ..kv.pool import PagePool
 from ..kv.run import Run
@@ -24,6 +24,7 @@ from .admission import PUBLIC, Admission
 from .answer import Answer
 from .batch import Batcher, Unread, lowering_of, warm_up
 from .costs import chosen_cost
+from .cutting import Cutting
 from .facts import Shared, Stats, StepFacts
 from .flight import Flight
 from .graphs import on_cuda
@@ -78,6 +79,7 @@ class Engine:
         seen = self.store.tags.name if self.store is not None else None
         self.admission = Admission(model, self.pages, self.max_len, config, self._alive, seen)
         self.truncations = Truncations(self.tree, self.scheduler.below, self.max_len, self.scheduler.clock, self.admission.cannot_move)
+        self.cutting = Cutting(self.admission, self.truncations, self.scheduler.clock)
         captures = config.cuda_graphs and lower is not None and model.device.type == "cuda"
         self.graphs = on_cuda(model.decoder, self.pool, model.dtype) if captures else None
         self.repairer = Repairer(model.decoder, self.pool, lower)
@@ -117,25 +119,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
-        if request.truncation is None and not request.drop:
-            self._queue(self.admission.rows(request))
-            return
-        self.admission.check_tokens(request.prompt)
-        home, keys = self.admission.lineage(request.tenant, request.public), list[Key]()
-        cut = self.truncations.cut(request, home, keys)
-        if cut is None:
-            self._queue(self.admission.rows(request))
-            return
-        try:
-            rows = self.admission.rows(cut.request(request), cut)
-        except PoolTooSmall:
-            if not cut.layout.runs:
-                raise
-            cut = cut.computed("pool")
-            rows = self.admission.rows(cut.request(request), cut)
-        self._queue(rows)
-        if request.truncation is not None:
-            self.truncations.remember(request.prompt, cut.layout, home, keys)
+        self._queue(self.cutting.rows(request))
 
     def _queue(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -152,12 +136,13 @@ class Engine:
     def _drop_cancelled(self) -> None:
         while self._cancelled:
             request_id = self._cancelled.pop()
+            self.cutting.cancel(request_id)
             for row in [row for row in self.answers if row.request_id == request_id]:
                 self._end(row)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.answers) or len(self.scheduler.makers) > 0
+        return bool(self.answers or len(self.cutting) or len(self.scheduler.makers))
 
     # ---- a step
 
@@ -165,6 +150,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Next, forward, sample, settle. Where steps overlap, it is the step before that is settled, while this one runs."""
         self.facts = StepFacts()
+        if len(self.cutting):
+            self._queue(self.cutting.decided())
         with self._whole_or_not_at_all():
             before = self._flight
             if before is None:
@@ -244,6 +231,7 @@ class Engine:
 
     def _settle(self, flight: Flight) -> list[TokenEvent]:
         schedule, self.facts = flight.schedule, flight.facts
+        self.scheduler.settle(schedule)  # while the device computes: whatever is asked of it now comes behind that
         chosen, are_fed = flight.chosen.read()
         self._amended = not are_fed
         if not are_fed and self._flight is not None:
@@ -255,7 +243,6 @@ class Engine:
         if self.store is not None and self.facts.tokens >= MEASURED and not schedule.loads:
             self.store.speeds.computed(self.facts.tokens, now - max(flight.began, self._settled))
         self._settled = now
-        self.scheduler.settle(schedule)
         events = []
         for row, token in zip(schedule.ready, chosen, strict=True):
             answer = self.answers.get(row)

@@ -62,13 +62,17 @@ class Holding:
         return True
 
     def _coming(self, row: Row) -> Iterator[Segment]:
-        """What a row has that is not the tree's yet, a segment for each page."""
-        size, before = self.pages.page_size, row.stem.segment.key if row.stem is not None else row.lineage.root
-        for place in range(row.settled // size, self.pages.needed(row.computed)):
-            tokens = tuple(row.tokens[place * size : min((place + 1) * size, row.computed)])
-            key = row.keys[place] if len(tokens) == size else page_key(before + row.lineage.owner, tokens)
-            yield Segment((key,), tokens, (row.pages[place],), row.at + place * size)
-            before = key
+        """What a row has that is not the tree's yet. The last page is a segment of its own, of which a reader may want less."""
+        assert row.stem is not None
+        size, start, stop = self.pages.page_size, row.settled // self.pages.page_size, self.pages.needed(row.computed) - 1
+        if start < stop:
+            tokens = tuple(row.tokens[start * size : stop * size])
+            yield Segment(tuple(row.keys[start:stop]), tokens, tuple(row.pages[start:stop]), row.at + start * size)
+        if start <= stop:
+            last = tuple(row.tokens[stop * size : row.computed])
+            before = row.keys[stop - 1] if stop > start else row.stem.segment.key
+            key = row.keys[stop] if len(last) == size else page_key(before + row.lineage.owner, last)
+            yield Segment((key,), last, (row.pages[stop],), row.at + stop * size)
 
     def seat_repaired(self, row: Row, now: float) -> None:
         """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
@@ -86,8 +90,11 @@ class Holding:
         twice."""
         if not self.reuse or row.scored is not None:
             return False
+        start = row.tokens[:WORTH_WAITING]
+        busy = [other for other in others if other.tokens[:WORTH_WAITING] == start and (other.behind > 1 or other.load is not None)]
+        if not busy:
+            return False
         self.extend_keys(row)
-        busy = [other for other in others if other.behind > 1 or other.load is not None]
         alike = (other for other in busy if other.lineage == row.lineage and other.scored is None)
         there = ((other, other.computed if other.load is None else other.settled) for other in alike)
         return any(max(tokens + 1, WORTH_WAITING) <= self.common(row, other) for other, tokens in there)

@@ -7,6 +7,7 @@ which imports the context, computes the run's tokens, and leaves them to the tre
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 
 from ..kv.pages import Pages
@@ -47,9 +48,9 @@ class Want:
         """The tokens by which it is made: its own, behind those that are not wanted here."""
         return (*self.origin.before, *self.run.tokens)
 
-    @property
+    @cached_property
     def name(self) -> tuple[Key, bytes]:
-        """Equal for equal states, wherever they are read."""
+        """Equal for equal states, wherever they are read. Rows that wait for one another ask for it again and again."""
         return self.lineage.root + self.lineage.owner, self.run.tokens_digest
 
 

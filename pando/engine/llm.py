@@ -15,6 +15,7 @@ from ..kv.run import Run
 from ..markup.schema import Schema
 from ..model.load import Model, load
 from .engine import Engine
+from .pace import measure_before_choosing
 from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from .schemas import Prompt, Schemas
 from .truncation import of_conversation, wanted_room
@@ -115,6 +116,7 @@ class LLM:
             _use_threads(config.threads)
         self.config = config
         self.engine = Engine(model or loaded(config), config)
+        measure_before_choosing(self.engine)
         self.tokenizer = self.engine.model.tokenizer
         self._ids = (f"request-{number}" for number in itertools.count())
         self._tenant = Tenant(config.cache_salt.encode())

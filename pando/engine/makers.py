@@ -15,6 +15,8 @@ from .imports import Import, Want, find, wants
 from .request import Miss, SamplingParams
 from .row import Row
 
+ANSWERS_NOTHING = SamplingParams()
+
 
 class Makers:
     def __init__(self, tree: PrefixTree, waiting: deque[Row], running: list[Row], loading: list[Row], arrivals: Iterator[int]) -> None:
@@ -22,12 +24,20 @@ class Makers:
         self._arrivals = arrivals
         self._tree, self._waiting, self._running, self._loading, self._page_size = tree, waiting, running, loading, tree.page_size
         self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
+        self._undecided: dict[tuple[Key, bytes], tuple[Key, Want]] = {}  # runs of tenants, to be made, or brought up if a remote has them
         self._lacking: dict[tuple[Key, bytes], dict[Row, None]] = {}  # rows to be told of what comes, by its name: of thousands, a few
 
     def __len__(self) -> int:
-        return len(self._making)
+        return len(self._making) + len(self._undecided)
 
-    def all(self) -> list[Row]:
+    @property
+    def asks(self) -> bool:
+        """Is there something of which it is not decided yet how it is made?"""
+        return bool(self._undecided)
+
+    def stop(self) -> list[Row]:
+        """Nothing more is begun; answers all that were."""
+        self._undecided.clear()
         return list(self._making.values())
 
     def of(self, name: tuple[Key, bytes]) -> Row | None:
@@ -44,6 +54,8 @@ class Makers:
         at it. `alone`: nobody runs who need not wait for anything."""
         if len(row.imports) == len(row.wants):
             return None
+        if alone and row.awaits is not None and self.are_coming(row):
+            return []  # there is nothing more to be found
         if row.awaits is not None and (maker := self.of(row.awaits)) is not None and not (alone and maker.brings):
             return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
         found = [find(self._tree, want, now) for want in row.wants]
@@ -100,7 +112,7 @@ class Makers:
             row.imports += (Import(want, maker.stem, None, 0, (*whole, last.head(len(last) - want.is_end)), maker.load, counts),)
 
     def borrowers(self, maker: Row) -> list[Row]:
-        return [row for row in (*self._running, *self._loading) if row.borrows(maker)] if maker.brings else []
+        return [row for row in (*self._running, *self._loading) if row.imports and row.borrows(maker)] if maker.brings else []
 
     def take_back(self, maker: Row, now: float) -> list[Row]:
         """A row that brought something up is gone: the tree has that now, and whoever borrowed it finds it there. Answers those who do
@@ -156,7 +168,7 @@ class Makers:
         if row.found is None or want in row.found:
             return False
         row.found[want] = came
-        if row.miss == self.miss(row, want) and came >= len(want) - 1:
+        if row.miss is not None and came >= len(want) - 1 and row.miss == self.miss(row, want):
             row.miss = None
         return True
 
@@ -165,25 +177,34 @@ class Makers:
         return Miss("evicted" if any(map(self._tree.was_evicted, lost.keys)) else "cold", before)
 
     def begin_missing(self, tenant: Key, asked: Sequence[Want], below: Below | None, now: float) -> list[Row]:
-        """Rows for runs that are neither in the tree nor being made, one behind the other."""
+        """Rows for runs that are neither in the tree nor being made, one behind the other. Of some it is asked first what a remote has."""
         missing = list[Row]()
         for want in asked:
             found = find(self._tree, want, now)
             if found is not None:
                 self._tree.unpin(found.pinned)
             elif self.of(want.name) is None:
-                missing.append(self.begin(tenant, want, next(self._arrivals), below, now))
+                if below is not None and below.asks_for(want, tenant, now):
+                    self._undecided[want.name] = tenant, want
+                else:
+                    missing.append(self.begin(tenant, want, next(self._arrivals), below, now))
         return missing
+
+    def decided(self, below: Below | None, now: float) -> list[Row]:
+        """The same for those that were asked about."""
+        undecided, self._undecided = self._undecided, {}
+        return [row for tenant, want in undecided.values() for row in self.begin_missing(tenant, [want], below, now)]
 
     def unmade(self, tenant: Key, runs: Sequence[Run]) -> int:
         """How many of these runs are among them."""
-        return sum(want.name in self._making for run in runs for want in wants(tenant, [run], self._page_size))
+        names = self._making.keys() | self._undecided.keys()
+        return sum(want.name in names for run in runs for want in wants(tenant, [run], self._page_size))
 
     def begin(self, tenant: Key, want: Want, arrival: int, below: Below | None, now: float) -> Row:
         """What is kept below comes up as it is: nothing that it was made behind is needed for that."""
         brings, ended = below.keeps(want, tenant, now) if below is not None else (False, None)
         lineage, tokens = (want.lineage, want.run.tokens) if brings else (want.context, want.path)
-        maker = Row("", -1, tokens, SamplingParams(), 0, lineage, len(tokens), tenant, makes=want, arrival=arrival)
+        maker = Row("", -1, tokens, ANSWERS_NOTHING, 0, lineage, len(tokens), tenant, makes=want, arrival=arrival)
         maker.found, maker.brings, maker.ended = {}, brings, None if brings else ended
         if brings:
             maker.at, maker.keys = want.origin.first, list(want.keys)

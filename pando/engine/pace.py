@@ -2,6 +2,7 @@
 
 import logging
 import time
+import weakref
 
 import numpy as np
 import torch
@@ -17,9 +18,22 @@ FEW = 32  # tokens: on a CPU they tell as much as hundreds, and take a moment
 TIMES = 2  # the first of its size may have something to prepare
 
 
+def measure_before_choosing(engine: Engine) -> None:
+    """When something is found below the pool for the first time: whoever has nothing there does not wait for it."""
+    seen = weakref.ref(engine)  # the engine has the store, and not the other way round
+
+    def first() -> None:
+        here = seen()
+        if here is not None:
+            measure(here)
+
+    if engine.store is not None:
+        engine.store.speeds.measure = first
+
+
 @torch.inference_mode()
 def measure(engine: Engine) -> None:
-    """Computes some tokens in pages that nobody uses, and leaves nothing of them. To be done while nothing runs."""
+    """Computes some tokens in pages that nobody uses, and leaves nothing of them."""
     if engine.store is None or not engine.pages.free:
         return
     pages, is_cpu = engine.pages, engine.model.device.type == "cpu"
@@ -41,3 +55,4 @@ def measure(engine: Engine) -> None:
         log.warning("how fast prompts are computed is not known yet: a step of %d tokens did not fit into the memory", count)
     finally:
         pages.give(row.pages)
+        engine.scheduler.turns.change()  # what was computed last is not the last step that was made

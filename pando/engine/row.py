@@ -66,7 +66,8 @@ class Row:
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt[self.imported :])
+        own = self.prompt[self.imported :]
+        self.tokens = own if isinstance(own, list) else list(own)
 
     @property
     def behind(self) -> int:
@@ -96,8 +97,8 @@ class Row:
 
     def borrows(self, maker: "Row") -> list[Import]:
         """What it reads on its way, while another row brings it up."""
-        lent = [found for found in self.imports if found.load is not None] if maker.brings else []
-        return [found for found in lent if maker.makes is not None and found.want.name == maker.makes.name]
+        name = maker.makes.name if maker.brings and maker.makes is not None else None
+        return [found for found in self.imports if found.load is not None and found.want.name == name]
 
     def view(self, page_size: int) -> RowView:
         """As the plan sees it: the same object until what it reads is another."""

@@ -10,6 +10,7 @@ front; its tokens are never lost, and its states only if someone needed the room
 
 import itertools
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -52,11 +53,11 @@ class Scheduler:
         self.preemptions = 0
         self._now = 0.0
         self._arrivals = itertools.count(1)
-        self._turns = Turns(pages.page_size)
+        self.turns = Turns(pages.page_size)
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
         self._misses = Misses(tree, reuse)
         self.below = Below(store, tree) if store is not None else None
-        self._holding = Holding(pages, tree, self._turns, self.below, reuse=reuse)
+        self._holding = Holding(pages, tree, self.turns, self.below, reuse=reuse)
         self.makers = Makers(tree, self.waiting, self.running, self.loading, self._arrivals)
 
     @property
@@ -100,7 +101,7 @@ class Scheduler:
         if self.below is not None:
             self.pages.withhold(self.below.forget_pool())
         self.tree.reset()
-        self._turns.change()
+        self.turns.change()
 
     def shrink(self) -> bool:
         """Steps are half as large from now on; says whether they can be."""
@@ -127,14 +128,15 @@ class Scheduler:
 
     def retract(self) -> None:
         """The last step that was made counts for nothing: its rows compute it again."""
-        self._turns.change()
+        self.turns.change()
         if self.below is not None:
             self.below.retract()
 
     def _made(self, before: Schedule | None) -> Schedule | None:
         self._now = self.clock()
+        self.waiting.extend(self.makers.decided(self.below, self._now) if self.makers.asks else ())
         someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
-        if not someone_comes and (again := self._turns.again(self._holding.give_room)) is not None:
+        if not someone_comes and (again := self.turns.again(self._holding.give_room)) is not None:
             return again
         self._take_arrived()
         flown = {} if before is None else flying(before)
@@ -142,14 +144,14 @@ class Scheduler:
         if flown:
             places = [(row, *flown.get(row, (start, length))) for row, start, length in places]
         turns: dict[Row, Turn] = {}
-        budget, pressed = self.budget, False
+        budget, pressed, size = self.budget, False, self.pages.page_size
         for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
             count = min(length - start, budget)
             if not count or row.stem is None or (row in flown and length >= row.last):
                 continue  # it has lost its pages to one before it, or comes to its end
             if before is not None and not self._holding.give_room(row, start + count):
                 return None
-            if start + count > len(row.pages) * self.pages.page_size:
+            if start + count > len(row.pages) * size:
                 pressed = not self._make_room(row, start + count) or pressed
             if row.stem is not None:
                 turns[row] = row, start, count, length
@@ -160,7 +162,7 @@ class Scheduler:
         loads = self._hold_up_nobody(turns)
         if before is not None and not turns:
             return None
-        return self._turns.make([turns[row] for row in self.running if row in turns], copies, loads)
+        return self.turns.make([turns[row] for row in self.running if row in turns], copies, loads)
 
     def _hold_up_nobody(self, turns: dict[Row, Turn]) -> list[Loading]:
         """Rows whose context is on its way wait for it beside the step, if there are others in it. Answers what the step waits for."""
@@ -246,8 +248,8 @@ class Scheduler:
         """What was computed belongs to the row; pages that are full now belong to the tree."""
         for row in schedule.repairs:  # they have a copy now
             self._holding.let_go(row)
-        for row in [row for row in self.loading if row.load in schedule.loads]:  # what rows borrowed: every layer was waited for
-            self._take_in(row)
+        for row in [row for row in self.loading if row.load in schedule.loads] if schedule.loads else ():
+            self._take_in(row)  # what rows borrowed: every layer was waited for
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
             if row.stem is None:
                 continue  # it ended while the step ran
@@ -325,13 +327,13 @@ class Scheduler:
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
-        missing = self.makers.begin_missing(tenant, asked, self.below, self.clock())
-        self.waiting.extend(missing)
-        return len(missing)
+        before = len(self.makers)
+        self.waiting.extend(self.makers.begin_missing(tenant, asked, self.below, self.clock()))
+        return len(self.makers) - before
 
     def stop_making(self) -> None:
         """Whoever still needs something of it asks again."""
-        for row in self.makers.all():
+        for row in self.makers.stop():
             self.remove(row)
 
     def _is_given_way(self, row: Row, skipped: Sequence[Row]) -> bool:
@@ -367,9 +369,8 @@ class Scheduler:
         return True
 
     def _run(self, row: Row) -> None:
-        self.running.append(row)
-        self.running.sort(key=lambda row: row.arrival)
-        self._turns.change()
+        insort(self.running, row, key=lambda row: row.arrival)
+        self.turns.change()
 
     def _make_room(self, row: Row, tokens: int) -> bool:
         """Gives a row pages for so many tokens; says whether no other row had to stop for it. The row itself may be the one that stops."""
@@ -394,5 +395,5 @@ class Scheduler:
         self._holding.release(row, self._now)
         for other in self.makers.take_back(row, self._now):
             self._preempt(other)
-        (self._turns.change if row.brings else self._turns.look)()
+        (self.turns.change if row.brings else self.turns.look)()
         self._stuck_at = None

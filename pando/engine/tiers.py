@@ -1,5 +1,6 @@
 """The store of an engine: which tiers there are, how large, and what is in them at the start."""
 
+import gc
 import hashlib
 import logging
 import shutil
@@ -38,6 +39,7 @@ BUFFER = 16  # pages that may be on their way out of the pool
 HOST_SHARE, HOST_MOST = 0.25, 16 * 2**30  # of the free memory, beside a GPU: pinning that much takes some seconds
 DISK_SHARE, DISK_MOST = 0.1, 32 * 2**30  # of what is free, or the directory's own
 SWITCH = 0.0002  # seconds that one thread may keep Python from the others: the one that asks for copies must not wait for a plan
+YOUNG = 10_000  # objects that are made before Python looks through them for garbage: prompts are among them, with all their tokens
 GIB = 2**30
 
 
@@ -74,6 +76,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
         log.warning("the remote cannot be reached now, and is asked again when something is looked for: %s", lost)
     if model.device.type == "cuda":
         sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
+        gc.set_threshold(max(YOUNG, gc.get_threshold()[0]), *gc.get_threshold()[1:])
     transfer = Transfer(shape, packed, mover_of(pool, shape, packed), host, below, reserve=passing)
     touches = [tier.touch for tier in (disk, remote) if tier is not None]
     return Store(transfer, ledger, below, buffer=BUFFER, disk=disk, bound=disk_bytes, touches=touches, scout=scout)

@@ -5,12 +5,14 @@ What is left of a prompt is a list of runs like any other: its first tokens wher
 moved up to them, then what is new. The next turn brings the whole history again. So it is remembered how a history was cut, by the key of
 the last page that matters, and a longer one that begins like it is cut alike. When that no longer fits, what was computed behind the runs
 is a run itself, and is cut in its turn. Remembered are numbers alone: the tokens come with the history. Where there is a disk, what is
-remembered outlives the process.
+remembered outlives the process. What was made of the latest of them is kept beside the numbers, since it takes a while: every cut is made
+again, and every token of it named.
 """
 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -27,12 +29,14 @@ from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
 FIRST = 4  # tokens that always stay: attention rests on them, whatever they are
 ANSWER = 4  # an answer may count on the tokens that it asks for, but on no more than one in so many of the window
 REMEMBERED = 2**15  # histories
+READY = 2**20  # tokens of layouts that need not be made again
 ENDLESS = 2**62
 FORM = b"cut 1"  # of what is remembered
 SEAL, SIZE = 32, 4  # bytes
 SYSTEM = ("system", "developer")  # whose messages are no turns
 
 Message = Mapping[str, Any]
+Chain = tuple[Lineage, Key, Sequence[Key], Sequence[int], int, int]  # a tenant's keys and tokens, how many are wanted, their position
 
 
 class Move(NamedTuple):
@@ -61,12 +65,16 @@ class Layout:
                 yield first + low - place, first + high - place
             place += end - first
 
-    def left(self, history: Sequence[int], stop: int = ENDLESS) -> list[int]:
-        """The tokens themselves, or the first so many of them."""
+    def left(self, history: Sequence[int], stop: int = ENDLESS, start: int = 0) -> list[int]:
+        """The tokens themselves, or those from one place to another."""
         found: list[int] = []
-        for first, end in self.parts(0, stop):
+        for first, end in self.parts(start, stop):
             found += history[first:end]
         return found
+
+    def length(self, history: int) -> int:
+        """How many tokens are left of so many."""
+        return history - self.end + sum(stop - start for start, stop in self.spans)
 
     def pieces(self, left: Sequence[int], held: int) -> list[Run]:
         """What is left as runs, as far as its states are held: so many tokens behind the runs."""
@@ -132,7 +140,7 @@ class Cut:
         layout, public = self.layout, asked.public
         if layout.dropped and not layout.runs:
             public = min(public, layout.dropped[0][0])
-        own = layout.left(asked.prompt)[layout.placed :]
+        own = layout.left(asked.prompt, start=layout.placed)
         return replace(asked, prompt=own, runs=layout.runs, public=public, repair=0.0, truncation=None, drop=())
 
     def computed(self, reason: RecomputeReason) -> "Cut":
@@ -147,21 +155,40 @@ class Cut:
         return Miss("diverged", self.layout.placed) if self.diverges else None
 
 
+class Unanswered(Exception):
+    """How a prompt is cut depends on what a remote has, and it did not say so yet."""
+
+
 class Truncations:
     """How histories were cut, and how the next one is."""
 
     def __init__(
-        self, tree: PrefixTree, below: Below | None, window: int, clock: Callable[[], float], never: RecomputeReason | None
+        self,
+        tree: PrefixTree,
+        below: Below | None,
+        window: int,
+        clock: Callable[[], float],
+        never: RecomputeReason | None,
+        ready: int = READY,
     ) -> None:
-        """`never`: why no states of this model are ever moved."""
+        """`never`: why no states of this model are ever moved. `ready`: tokens of layouts that are kept as they are."""
         self._tree, self.below, self._window, self._clock, self._never = tree, below, window, clock, never
         self._notes: OrderedDict[Key, bytes] = OrderedDict()  # by the last whole page
+        self._made: OrderedDict[bytes, Layout] = OrderedDict()  # by what is noted of them, which names all of their tokens
+        self._room = ready  # tokens
 
     # ---- deciding
 
+    def alone(self) -> "Truncations":
+        """The same, for whom only what the pool has counts."""
+        made = copy(self)
+        made.below = None
+        return made
+
     def cut(self, asked: Request, home: Lineage, keys: list[Key]) -> Cut | None:
         """How a prompt is cut; None where it stays whole. `home` is whose its beginning is, `keys` are those of its full pages, as far as
-        they are known: where it is cut, the others are added."""
+        they are known: where it is cut, the others are added. Raises Unanswered where that depends on what a remote has, which is asked
+        then."""
         _check(asked)
         if asked.drop:
             page = self._tree.page_size
@@ -173,11 +200,10 @@ class Truncations:
         known = self._recall(asked.prompt, home, keys)
         lost = known is not None and not self._holds(known.runs, home)
         layout = known.computed() if known is not None and lost else known or Layout()
-        left = layout.left(asked.prompt)
-        if len(left) + room <= self._window:
+        if layout.length(len(asked.prompt)) + room <= self._window:
             return Cut(layout, "evicted" if lost else None)
         how = replace(asked.truncation, keep=max(asked.truncation.keep, asked.public))
-        return self._again(layout, left, room, how, home)
+        return self._again(layout, layout.left(asked.prompt), room, how, home)
 
     def _again(self, layout: Layout, left: list[int], room: int, how: Truncation, home: Lineage) -> Cut:
         page = self._tree.page_size
@@ -210,16 +236,23 @@ class Truncations:
         at, page, keys = layout.placed, self._tree.page_size, list[Key]()
         lineage = Lineage.of(Origin(layout.runs, at).key(home.owner)) if layout.runs else home
         extend_keys(keys, lineage, left[at:], page)
-        held, diverges = self._held(lineage, home.owner, keys, left[at:], len(left) - at - 1, at)
+        chain = lineage, home.owner, keys, left[at:], len(left) - at - 1, at
+        self._ask([chain])
+        held, diverges = self._held(*chain)
         return held - (held % page if held % page < WORTH_KEEPING else 0), diverges  # a shorter end is lost with the pool
 
     def _holds(self, runs: Sequence[Run], home: Lineage) -> bool:
         """Are all of them in the tree, or in a tier below it that is worth the loading?"""
-        for want in wants(home.owner, runs, self._tree.page_size, plain=home):
-            tokens = want.run.tokens
-            if self._held(want.lineage, home.owner, want.keys, tokens, len(tokens), want.origin.first)[0] < len(tokens):
-                return False
-        return True
+        wanted = wants(home.owner, runs, self._tree.page_size, plain=home)
+        chains = [(want.lineage, home.owner, want.keys, want.run.tokens, len(want.run), want.origin.first) for want in wanted]
+        self._ask(chains)
+        return all(self._held(*chain)[0] == chain[4] for chain in chains)
+
+    def _ask(self, chains: Sequence[Chain]) -> None:
+        """What a remote has of all of these, at the same time."""
+        below = self.below
+        if below is not None and [chain for chain in chains if below.asks(*chain, self._clock())]:
+            raise Unanswered
 
     def _held(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int) -> tuple[int, bool]:
         """How many of these tokens there are states of; and whether what is known goes on differently from there."""
@@ -239,8 +272,17 @@ class Truncations:
         self._notes.move_to_end(key)
         if len(self._notes) > REMEMBERED:
             self._notes.popitem(last=False)
+        self._keep_made(note, layout)
         if self._kept is not None:
             self._kept.keep(key, home.owner, note)
+
+    def _keep_made(self, note: bytes, layout: Layout) -> None:
+        if note not in self._made:
+            self._made[note] = layout
+            self._room -= layout.end
+        self._made.move_to_end(note)
+        while self._room < 0:
+            self._room += self._made.popitem(last=False)[1].end
 
     def _recall(self, history: Sequence[int], home: Lineage, keys: list[Key]) -> Layout | None:
         """Of the histories that this one continues, how the longest was cut."""
@@ -251,8 +293,9 @@ class Truncations:
         for place in range(len(keys), 0, -1):
             key = keys[place - 1]
             note = self._notes.get(key) or kept.get(key)
-            if note is not None and (packed := _read(note, key, history[place * page :])) is not None:
-                return Layout.recalled(packed, history)
+            if note is not None and (packed := _read(note, key, history, place * page)) is not None:
+                layout = self._made.get(note)
+                return Layout.recalled(packed, history) if layout is None else layout
         return None
 
     @property
@@ -267,10 +310,11 @@ def _noted(key: Key, rest: Sequence[int], packed: bytes) -> bytes:
     return _seal(key, rest, told) + told
 
 
-def _read(note: bytes, key: Key, behind: Sequence[int]) -> bytes | None:
-    """None where it is not whole, or not of a history that goes on like this one: it may come from a disk, and nobody looked after it."""
+def _read(note: bytes, key: Key, history: Sequence[int], start: int) -> bytes | None:
+    """None where it is not whole, or not of a history that goes on like this one from there: it may come from a disk, where nobody looked
+    after it."""
     seal, told = note[:SEAL], note[SEAL:]
-    rest = behind[: int.from_bytes(told[:SIZE], "little")]
+    rest = history[start : start + int.from_bytes(told[:SIZE], "little")]
     return told[SIZE:] if seal == _seal(key, rest, told) else None
 
 

@@ -32,8 +32,9 @@ class Turns:
         last, rows, counts = self._last, [row for row, _, _, _ in turns], [new for _, _, new, _ in turns]
         ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]
         repairs = [row for row in rows if row.repair and row.imports]
-        scored = any(row.is_scored_from(start) for row, start, _, _ in turns if row.scored is not None)
-        makes = any(row.makes is not None for row in rows)
+        scores = [turn for turn in turns if turn[0].scored is not None]
+        scored = any(row.is_scored_from(start) for row, start, _, _ in scores) if scores else False
+        makers = [row for row in rows if row.makes is not None]
         several = max(counts, default=1) > 1
         self._last = Schedule(
             rows,
@@ -45,7 +46,7 @@ class Turns:
             loads,
             repairs,
             scored,
-            plain=not (loads or repairs or scored or makes),
+            plain=not (loads or repairs or scored or makers),
         )
         self._changed, self._room = False, None
         self._steady = bool(rows) and self._last.plain and not several and len(ready) == len(rows)

@@ -70,8 +70,8 @@ class Pages:
         if not len(starts):
             starts, stops = _runs(self._free)
         lengths = stops - starts
-        roomy = np.flatnonzero(lengths >= count + expect)
-        best = roomy[np.argmin(lengths[roomy])] if len(roomy) else np.argmax(lengths)
+        roomy = (lengths >= count + expect).nonzero()[0]
+        best = roomy[lengths[roomy].argmin()] if len(roomy) else lengths.argmax()
         return int(starts[best]), int(stops[best])
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from .segment import Key, Lineage, extend_keys, packed, page_key
 
-KNOWN = 4  # contexts that the keys of a run are remembered for: there is one for each tenant
+KNOWN = 4  # contexts that the keys of a run are remembered for: there is one for each tenant; and other places where it stood
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,7 @@ class _Known:
     keys: dict[tuple[Lineage, int], tuple[Key, ...]] = field(default_factory=dict)
     vocabulary: int | None = None  # whose tokens it is made of
     tokens: bytes | None = None  # their digest
+    moved: dict[int, "Run"] = field(default_factory=dict)  # by position
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,14 @@ class Run:
         return self.position == 0 and (self.origin is None or not (self.origin.context or self.origin.first))
 
     def moved(self, position: int) -> "Run":
-        return Run(self.tokens, position, self.origin, self._known)
+        """Whoever asks again gets the same one, which knows its digest."""
+        known = self._known.moved
+        found = known.get(position)
+        if found is None:
+            if len(known) >= KNOWN:
+                known.clear()
+            found = known[position] = Run(self.tokens, position, self.origin, self._known)
+        return found
 
     def part(self, start: int, stop: int) -> "Run":
         """Some of it, where it stands, with the states that it has as a part of the whole."""

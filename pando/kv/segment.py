@@ -7,11 +7,12 @@ and cutting a segment in two never needs a new key.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress, count
+from itertools import chain, compress, count
 from operator import ne
+from typing import overload
 
 Key = bytes  # 32 bytes
 
@@ -46,6 +47,8 @@ class Lineage:
 
 def extend_keys(keys: list[Key], lineage: Lineage, tokens: Sequence[int], page_size: int) -> None:
     """Appends the keys of the full pages of `tokens` that `keys` does not have yet."""
+    if (len(keys) + 1) * page_size > len(tokens):
+        return
     for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
         context = keys[-1] if keys else lineage.root
         if len(keys) == lineage.public and lineage.owner != lineage.root:
@@ -58,12 +61,42 @@ def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
     return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))
 
 
+class Tokens(Sequence[int]):
+    """A run's tokens, page by page: to lengthen it or to take its end away copies none of them, however long it is."""
+
+    __slots__ = ("pages",)
+
+    def __init__(self, pages: tuple[tuple[int, ...], ...]) -> None:
+        """All but the last are full."""
+        self.pages = pages
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], page_size: int) -> "Tokens":
+        return cls(tuple(tuple(tokens[start : start + page_size]) for start in range(0, len(tokens), page_size)))
+
+    def __len__(self) -> int:
+        return (len(self.pages) - 1) * len(self.pages[0]) + len(self.pages[-1]) if self.pages else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.pages)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
+        return self.pages[0][0] if place == 0 and self.pages else tuple(self)[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """An immutable run of tokens whose K and V lie in `pages`, stored at positions `first`, `first + 1`, and so on."""
 
     keys: tuple[Key, ...]  # one per page; the last is the segment's key
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     pages: tuple[int, ...]
     first: int
 

@@ -34,7 +34,8 @@ class Stem:
 
     def beginning(self, token: int) -> list["Stem"]:
         """The children that begin with a token."""
-        return list(self._alike.get(token, {}).values())
+        alike = self._alike.get(token)
+        return list(alike.values()) if alike is not None else []
 
     def path(self, first: int = 0) -> tuple[Segment, ...]:
         """From the first segment below the root to this one, or from the one that begins at a position: the same tuple until one of them is
@@ -64,7 +65,8 @@ class Stem:
         self._forget_path()
 
     def _forget_path(self) -> None:
-        stack = [self]
+        self._path = None
+        stack = list(self.children.values())
         while stack:
             stem = stack.pop()
             stem._path = None

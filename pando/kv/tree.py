@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from .segment import Key, Lineage, Segment, page_key, shared_length
+from .segment import Key, Lineage, Segment, Tokens, page_key, shared_length
 from .stem import Stem
 
+Said = tuple[tuple[int, ...], ...]  # tokens, page by page
 REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from something new
 
 
@@ -123,7 +124,7 @@ class PrefixTree:
         rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
         best, source, owners = 0, None, self._owners(stem, lineage.owner)
         for child in stem.beginning(rest[0]) if rest else ():
-            if child.owner in owners and (shared := shared_length(child.segment.tokens, rest)) > best:
+            if child.owner in owners and (shared := shared_length(_said(child)[0], rest)) > best:
                 best, source = shared, child
         if source is None:
             return Match(stem, diverges=any(child.owner in owners for child in stem.children.values()))
@@ -149,14 +150,18 @@ class PrefixTree:
                 spare += own[place : place + equal]
                 own[place : place + equal] = at.segment.pages
             else:  # new, up to where it may go on with what began there before
-                equal = next((count for count, key in enumerate(keys[place:], 1) if key in self._roots), len(keys) - place)
+                fresh = keys[place:]
+                known = 0 if self._roots.keys().isdisjoint(fresh) else next(n for n, key in enumerate(fresh, 1) if key in self._roots)
+                equal = known or len(fresh)
                 end = place + equal
-                fresh = Segment(tuple(keys[place:end]), tuple(tokens[place * size : end * size]), tuple(own[place:end]), at.end)
-                spare += self._drop_covered(at, fresh.tokens, owner)
+                said = Tokens.of(tokens[place * size : end * size], size)
+                parts = tuple(fresh[:equal]), said.pages, tuple(own[place:end])
+                if at.children:
+                    spare += self._drop_covered(at, said.pages[0], owner)
                 grows = at is start and at.owner == owner and _is_loose_leaf(at, 1)
-                at = self._lengthen(at, fresh, now) if grows else self._sprout(at, fresh, owner, now)
-                self._whole.update(dict.fromkeys(fresh.keys, at))
-                self.pages += len(fresh.pages)
+                at = self._lengthen(at, parts, now) if grows else self._sprout(at, Segment(parts[0], said, parts[2], at.end), owner, now)
+                self._whole.update(dict.fromkeys(parts[0], at))
+                self.pages += equal
             at = self._along(at)
             place += equal
         return Inserted(at, own, spare)
@@ -165,12 +170,12 @@ class PrefixTree:
         """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
         at, end = self._along(at), tuple(tokens)
         owners = self._owners(at, owner)
-        if any(child.owner in owners and child.segment.tokens[: len(end)] == end for child in at.beginning(end[0])):
+        if any(child.owner in owners and _said(child)[0][: len(end)] == end for child in at.beginning(end[0])):
             return [page]
         spare = self._drop_covered(at, end, owner)
         key = page_key(at.segment.key + owner, end)
         self.pages += 1
-        self._sprout(at, Segment((key,), end, (page,), at.end), owner, now)
+        self._sprout(at, Segment((key,), Tokens((end,)), (page,), at.end), owner, now)
         return spare
 
     def pin(self, stem: Stem) -> None:
@@ -264,17 +269,17 @@ class PrefixTree:
         loose = [
             child for child in at.beginning(tokens[0]) if child.owner == owner and not child.pins and len(child.segment) < self.page_size
         ]
-        covered = [child for child in loose if tokens[: len(child.segment)] == child.segment.tokens]
+        covered = [child for child in loose if tokens[: len(child.segment)] == _said(child)[0]]
         for child in covered:
             at.disown(child)
         self.pages -= len(covered)
         return [child.segment.pages[0] for child in covered]
 
-    def _lengthen(self, stem: Stem, fresh: Segment, now: float) -> Stem:
-        """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones."""
-        old = stem.segment
-        self._held += len(fresh.pages)
-        stem.change(Segment(old.keys + fresh.keys, old.tokens + fresh.tokens, old.pages + fresh.pages, old.first))
+    def _lengthen(self, stem: Stem, fresh: tuple[tuple[Key, ...], Said, tuple[int, ...]], now: float) -> Stem:
+        """Nobody but the caller stands on this leaf: one longer stem instead of a chain of short ones. `fresh`: keys, tokens and pages."""
+        old, (keys, said, pages) = stem.segment, fresh
+        self._held += len(pages)
+        stem.change(Segment(old.keys + keys, Tokens(_said(stem) + said), old.pages + pages, old.first))
         stem.used = now
         return stem
 
@@ -287,11 +292,11 @@ class PrefixTree:
     def _cut(self, stem: Stem, pages: int) -> Stem:
         """Cuts a stem after so many pages; the upper part is new, the lower keeps its identity, its pins and its children."""
         assert stem.parent is not None
-        old, tokens = stem.segment, pages * self.page_size
-        upper = Stem(Segment(old.keys[:pages], old.tokens[:tokens], old.pages[:pages], old.first), stem.parent, stem.owner, stem.used)
+        old, said, first = stem.segment, _said(stem), stem.segment.first + pages * self.page_size
+        upper = Stem(Segment(old.keys[:pages], Tokens(said[:pages]), old.pages[:pages], old.first), stem.parent, stem.owner, stem.used)
         upper.born, upper.held = stem.born, int(stem.held > 0)
         stem.parent.adopt(upper)
-        stem.change(Segment(old.keys[pages:], old.tokens[tokens:], old.pages[pages:], old.first + tokens))
+        stem.change(Segment(old.keys[pages:], Tokens(said[pages:]), old.pages[pages:], first))
         stem.parent = upper
         upper.adopt(stem)
         self._whole.update(dict.fromkeys(upper.segment.keys, upper))
@@ -304,17 +309,24 @@ class PrefixTree:
     def _trim(self, leaf: Stem, count: int) -> list[int]:
         old = leaf.segment
         keep = max(0, len(old.pages) - count)
-        self._forget_pages(old.keys[keep:])
-        self._evicted.update(dict.fromkeys(old.keys[keep:]))
+        gone = old.keys[keep:]
+        self._forget_pages(gone)
+        self._evicted.update(dict.fromkeys(gone))
         while len(self._evicted) > REMEMBERED:
             self._evicted.popitem(last=False)
         if keep:
-            leaf.change(Segment(old.keys[:keep], old.tokens[: keep * self.page_size], old.pages[:keep], old.first))
+            leaf.change(Segment(old.keys[:keep], Tokens(_said(leaf)[:keep]), old.pages[:keep], old.first))
         else:
             assert leaf.parent is not None
             leaf.parent.disown(leaf)
             self.forget_bare(leaf.parent)
         return list(old.pages[keep:])
+
+
+def _said(stem: Stem) -> Said:
+    """Its tokens, page by page, as the tree made them."""
+    assert isinstance(stem.segment.tokens, Tokens)
+    return stem.segment.tokens.pages
 
 
 def _is_loose_leaf(stem: Stem, pins: int = 0) -> bool:

@@ -7,6 +7,7 @@ of the schema that is always imported falls into place between the imports.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from ..kv.run import Run
 from .outline import Item, Module, Param, Union, Words
@@ -55,8 +56,7 @@ def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt",
     return _bound(schema, walk.placed, tuple(module.path for module in reading.imported), element.at)
 
 
-@dataclass(frozen=True)
-class _Placed:
+class _Placed(NamedTuple):
     run: Run
     name: str
     blank: bool = False

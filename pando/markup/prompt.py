@@ -1,6 +1,6 @@
 """What a prompt says: imports with their arguments, roles, and new text. All names are looked up here."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .outline import WORDS_OF_PML, Module, Param, Union, every, near, told
 from .pml import Element, Place, Text, clipped
@@ -20,25 +20,21 @@ def prompt_schema(element: Element) -> str:
     return element.attributes["schema"].strip()
 
 
-@dataclass(frozen=True)
-class New:
+class New(NamedTuple):
     text: str
     at: Place
 
 
-@dataclass(frozen=True)
-class Begins:
+class Begins(NamedTuple):
     role: str
     at: Place
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(NamedTuple):
     at: Place
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     module: Module
     steps: "tuple[Step, ...]"
     at: Place

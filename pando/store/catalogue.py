@@ -66,7 +66,7 @@ class Catalogue:
     ) -> tuple[Part | None, int]:
         """The short end behind a page that has most in common with the rest of a row's tokens; and how many. `silent`: tiers that do not
         answer."""
-        best, found = 0, None
+        best, found, rest = 0, None, tuple(rest)
         for parent in {end_parent(before, owner) for owner in owners} if rest else ():
             for tier in [tier for tier in tiers if tier.name not in silent]:
                 try:
@@ -75,6 +75,8 @@ class Catalogue:
                     self._fails(tier, lost, silent)
                     continue
                 for card in cards:
+                    if card.tokens[best : best + 1] != rest[best : best + 1]:
+                        continue  # it cannot have more
                     shared = shared_length(card.tokens, rest)
                     if shared > best and card.key not in self._hidden and page_key(card.parent, card.tokens) == card.key:
                         best, found = shared, Part(card, tier.name)

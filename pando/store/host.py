@@ -1,7 +1,8 @@
 """The tier in host memory: slabs of page slots, pinned where a GPU copies from them."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -80,6 +81,22 @@ class HostTier:
             kept.readers += 1
             return HostReader(self, kept)
 
+    @contextmanager
+    def reading(self, keys: Sequence[Key]) -> Iterator[list[Tensor | None]]:
+        """The slots [L, layer_bytes] of those pages that are here, for who copies from them: they stay where they are meanwhile."""
+        with self._lock:
+            found = [self._kept.get(key) for key in keys]
+            for kept in found:
+                if kept is not None:
+                    kept.readers += 1
+        try:
+            yield [None if kept is None else kept.payload for kept in found]
+        finally:
+            with self._lock:
+                for kept in found:
+                    if kept is not None:
+                        self._leave(kept)
+
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
         slot = self.begin(card)
         if slot is None:
@@ -119,9 +136,12 @@ class HostTier:
 
     def release(self, kept: _Kept) -> None:
         with self._lock:
-            kept.readers -= 1
-            if kept.dropped and not kept.readers:
-                self._free.append(kept.slot)
+            self._leave(kept)
+
+    def _leave(self, kept: _Kept) -> None:
+        kept.readers -= 1
+        if kept.dropped and not kept.readers:
+            self._free.append(kept.slot)
 
     # ---- for those who copy to the slab themselves
 

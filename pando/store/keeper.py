@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """A kept page, the tier that it is read from, and the page of the pool that it goes to."""
+    """A kept page, and the tier that it is read from."""
 
     card: Card
     tier: str
-    page: int = -1
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class Asking(Protocol):
 
 
 class Keeper(Protocol):
-    """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`; and
-    `look`, for a remote of which the `scout` did not ask before."""
+    """The tiers below the pool, as the engine's thread sees them: nothing here waits but `settle`, `forget_pool` and `close`; `look`, for
+    a remote of which the `scout` did not ask before; and `go`, for a moment."""
 
     buffer: int  # pages that are offered together, at most
     rounds: bool  # what comes up is not quite what was kept

@@ -5,15 +5,16 @@ uppermost down. A page that leaves a tier goes to the next one, unless that or o
 only dropped from host memory.
 """
 
-import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any, Literal, NamedTuple
 
 from ..kv.segment import Key
-from .policy import Held, Order, Policy, Queue
+from .policy import Held, Policy, Queue
 
+Turn = tuple[Any, ...]  # a page's order and its key: flat, since a heap compares nothing more often
 Refusal = Literal["too_large", "no_room"]  # for the tier; among what is pinned there or worth more
 
 
@@ -55,7 +56,7 @@ class Ledger:
         self._pins: dict[Key, int] = {}
         self._wants: dict[int, tuple[int, bool]] = {}  # of waiting jobs, by their place
         self._complete = -math.inf  # no job up to this place lacks anything, and those behind it are not looked at
-        self._heaps: dict[str, list[tuple[Order, Key]]] = {}  # never later than the page's order; made when something must leave a tier
+        self._heaps: dict[str, list[Turn]] = {}  # never later than the page's order; made when something must leave a tier
         self._counts = dict.fromkeys(capacities, 0)  # pages
         self._spared: set[Key] = set()  # pinned pages whose turn to leave has come
 
@@ -63,15 +64,12 @@ class Ledger:
 
     def find(self, keys: Iterable[Key]) -> list[str]:
         """The uppermost tier of each page, from the first on, up to the first that is nowhere."""
-        found, pages, tiers = list[str](), self._pages, self._tiers
+        found, pages, upper, tiers = list[str](), self._pages, self._tiers[0], self._tiers[1:]
         for key in keys:
             page = pages.get(key)
             if page is None:
                 break
-            for tier in tiers:
-                if tier in page.tiers:
-                    found.append(tier)
-                    break
+            found.append(upper if upper in page.tiers else next(tier for tier in tiers if tier in page.tiers))
         return found
 
     def has(self, key: Key, tier: str | None = None) -> bool:
@@ -159,18 +157,17 @@ class Ledger:
 
     def use(self, keys: Sequence[Key], now: float) -> None:
         """A chain was used, from its first page on."""
-        pages = self._pages
-        for depth, key in enumerate(keys):
-            page = pages.get(key)
+        pages, expires = self._pages, self.ttl is not None
+        for depth, page in enumerate(map(pages.get, keys)):
             if page is None:
                 continue
             if page.used < now:
                 page.used = now
-            if self.ttl is not None:  # what was used longest ago is looked for by nothing else
-                pages.move_to_end(key)
+            if expires:  # what was used longest ago is looked for by nothing else
+                pages.move_to_end(page.key)
             if page.depth != depth:
                 page.depth = depth
-                self._reorder([key])
+                self._reorder([page.key])
 
     def keep(self, tier: str, chain: Sequence[tuple[Key, int]], now: float, only: Container[Key] | None = None) -> Kept:
         """A chain of pages, each with its size, shall be in a tier; it counts as used. It is given from its first page on, with those that
@@ -178,9 +175,9 @@ class Ledger:
         moves = self.expire(now)
         entered: list[Key] = []
         self.use([key for key, _ in chain], now)
-        for depth, (key, size) in enumerate(chain):
-            if only is not None and key not in only:
-                continue
+        places = range(len(chain)) if only is None else [place for place, (key, _) in enumerate(chain) if key in only]
+        for depth in places:
+            key, size = chain[depth]
             known = self._pages.get(key)
             if known is None or tier not in known.tiers:
                 page = known or Held(key, size, depth, now, self._begun(chain, depth, now))
@@ -223,7 +220,8 @@ class Ledger:
     def _enter(self, tier: str, page: Held, moves: list[Move], chain: Sequence[tuple[Key, int]] = ()) -> Refusal | None:
         """Puts a page into a tier. What goes first for it may be itself, or one that stands before it in the chain that it enters with:
         then it does not enter."""
-        if page.size > self.capacities[tier]:
+        capacity = self.capacities[tier]
+        if page.size > capacity:
             return "too_large"
         self._pages[page.key] = page
         page.tiers.add(tier)
@@ -232,7 +230,7 @@ class Ledger:
         if page.key in self.queue.needs:
             self._forget_wants(self.queue.needs[page.key])
         self._push(tier, page)
-        while self.used[tier] > self.capacities[tier]:
+        while self.used[tier] > capacity:
             victim = self._victim(tier)
             if victim is None or victim is page or _is_before(victim, page, chain):
                 self._take_out(tier, page)
@@ -242,8 +240,7 @@ class Ledger:
         return None
 
     def _move_out(self, tier: str, page: Held, moves: list[Move]) -> None:
-        below = self._tiers[self._tiers.index(tier) + 1 :] if self.moves_down else ()
-        target = None
+        target, below = None, self._tiers[self._tiers.index(tier) + 1 :] if self.moves_down else ()
         if below and page.tiers.isdisjoint(below) and self._enter(below[0], page, moves) is None:
             target = below[0]
         self._take_out(tier, page)
@@ -273,9 +270,9 @@ class Ledger:
                 self._pages[key].begun = now
         return now
 
-    def _order(self, page: Held) -> Order:
+    def _turn(self, page: Held) -> Turn:
         needs = self.queue.needs.get(page.key)
-        return self.policy.order(page, needs[0] if needs else math.inf)
+        return *self.policy.order(page, needs[0] if needs else math.inf), page.key
 
     def _reorder(self, keys: Iterable[Key]) -> None:
         """To be said of pages that may go sooner than before. Of those that go later it is noticed when their turn comes."""
@@ -287,35 +284,35 @@ class Ledger:
         heap = self._heaps.get(tier)
         if heap is None:
             return
-        heapq.heappush(heap, (self._order(page), page.key))
+        heappush(heap, self._turn(page))
         if len(heap) > 2 * self._counts[tier] + 64:  # most of it is out of date
-            named = (self._pages.get(key) for key in {key for _, key in heap})
-            heap[:] = [(self._order(page), page.key) for page in named if page is not None and tier in page.tiers]
-            heapq.heapify(heap)
+            named = (self._pages.get(key) for key in {turn[-1] for turn in heap})
+            heap[:] = [self._turn(page) for page in named if page is not None and tier in page.tiers]
+            heapify(heap)
 
-    def _heap(self, tier: str) -> list[tuple[Order, Key]]:
+    def _heap(self, tier: str) -> list[Turn]:
         if tier not in self._heaps:
-            self._heaps[tier] = [(self._order(page), page.key) for page in self.held(tier)]
-            heapq.heapify(self._heaps[tier])
+            self._heaps[tier] = [self._turn(page) for page in self.held(tier)]
+            heapify(self._heaps[tier])
         return self._heaps[tier]
 
     def _victim(self, tier: str) -> Held | None:
         """What `policy.victim` answers, taken from the heap. Pinned pages come back to it when they are unpinned."""
-        heap = self._heap(tier)
+        heap, pages, pins = self._heap(tier), self._pages, self._pins
         while heap:
-            order, key = heap[0]
-            page = self._pages.get(key)
-            if page is not None and tier in page.tiers and key not in self._pins:
-                current = self._order(page)
-                if order < current:
-                    heapq.heapreplace(heap, (current, key))
+            turn = heap[0]
+            page = pages.get(key := turn[-1])
+            if page is not None and tier in page.tiers and key not in pins:
+                current = self._turn(page)
+                if turn < current:
+                    heapreplace(heap, current)
                     continue
-                if order == current:
-                    heapq.heappop(heap)
+                if turn == current:
+                    heappop(heap)
                     return page
-            elif key in self._pins:
+            elif key in pins:
                 self._spared.add(key)
-            heapq.heappop(heap)
+            heappop(heap)
         return None
 
 

@@ -38,10 +38,11 @@ class Pieces(NamedTuple):
     def of(cls, copies: "Sequence[Copy]", pool: PagePool) -> "Pieces":
         facts = [(copy.page, copy.tokens, copy.data.data_ptr(), copy.data.stride(0)) for copy in copies]
         page, tokens, source, stride = np.array(facts, dtype=np.uint64).T
-        slot = np.uint64(pool.k[0, 0].nbytes)
+        slot = np.uint64(pool.k.nbytes // pool.k.shape[:2].numel())
         size, start = tokens * slot, page * np.uint64(pool.page_size) * slot
         k, v = (np.uint64(each.data_ptr()) for each in (pool.k, pool.v))
-        return cls(np.concatenate((k + start, v + start)), np.concatenate((source, source + size)), np.tile(stride, 2), np.tile(size, 2))
+        pairs = (k + start, v + start), (source, source + size), (stride, stride), (size, size)
+        return cls(*map(np.concatenate, pairs))
 
     def at(self, layer: int, layer_bytes: int) -> tuple[Numbers, Numbers]:
         """Where to and where from; `layer_bytes`: of the pool, keys or values."""
@@ -135,7 +136,7 @@ class CudaMover:
         self._copy_many = copy_many()
         self._given: Sequence[Copy] = ()  # what is being put, and how
         self._pieces: Pieces | None = None
-        self._others: Sequence[Copy] = ()
+        self._others: list[Copy] = []
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -193,9 +194,12 @@ class CudaMover:
     def put(self, layer: int, copies: "Sequence[Copy]") -> None:
         """What lies in pinned memory comes by one call: one for each would hold up the thread that computes."""
         if copies is not self._given:
-            direct = [copy for copy in copies if self._comes_directly(copy)]
+            direct, self._others = list[Copy](), list[Copy]()
+            least = 0 if self._copy_many is not None else self._pool.page_size
+            for copy in copies:
+                is_direct = copy.stays and copy.tokens >= least and self._shape.codec == "none"
+                (direct if is_direct else self._others).append(copy)
             self._given, self._pieces = copies, Pieces.of(direct, self._pool) if direct else None
-            self._others = [copy for copy in copies if not self._comes_directly(copy)] if len(direct) < len(copies) else ()
         with torch.cuda.stream(self._loads):
             if self._pieces is not None:
                 self._put_directly(layer, self._pieces)
@@ -210,10 +214,6 @@ class CudaMover:
                     new = self._codec.decode(row.to(k.device, non_blocking=True)[None], self._shape, tokens)
                     k.copy_(new[0][0])
                     v.copy_(new[1][0])
-
-    def _comes_directly(self, copy: Copy) -> bool:
-        whole = self._copy_many is not None or copy.tokens == self._pool.page_size
-        return copy.stays and whole and self._shape.codec == "none"
 
     def _put_directly(self, layer: int, pieces: Pieces) -> None:
         to, source = pieces.at(layer, self._pool.k[0].nbytes)

@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 WEIGHT = 0.2  # of the latest measurement of computing
 LATEST = 3  # loads from a tier, of which the middle one counts: one that was slow by chance does not, and two in a row do
 HOPE = 0.98  # what is left of a tier's time each time that it was too long
+CHOICE = 128  # tokens from which on it is worth a measurement to choose
 LEAST, LONGER = 1.0, 2.0  # seconds that a load may take in any case; and how much longer than computing
 
 
@@ -20,6 +21,7 @@ class Speeds:
     """Until both were seen, loading is taken to pay: it is what the tiers are for, and it is how they come to be measured."""
 
     def __init__(self) -> None:
+        self.measure: Callable[[], None] | None = None  # how fast tokens are computed: to be done before the first choice
         self._per_byte: dict[str, deque[float]] = {}  # seconds, by tier
         self._per_token: float | None = None  # seconds to compute one
 
@@ -36,6 +38,9 @@ class Speeds:
 
     def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
         """Loading so many bytes from each tier, against computing so many tokens."""
+        if self._per_token is None and self.measure is not None and tokens >= CHOICE:
+            measure, self.measure = self.measure, None
+            measure()
         if self._per_token is None:
             return True
         if sum(size * self._middle(tier) for tier, size in sizes.items()) < tokens * self._per_token:

@@ -1,7 +1,7 @@
 """The tiers below the pool as one cache: what they have of a prompt, what is brought up, what is kept.
 
-Everything here is called in the engine's thread and waits for nothing: bytes move in threads of their own (`transfer`), which tier keeps
-what is decided by the `ledger`, and what was finished in the meantime is taken in by `pump`, once a step.
+Everything here is called in the engine's thread and waits for nothing but, for a moment, a device's first copies: bytes move in threads of
+their own (`transfer`), which tier keeps what is decided by the `ledger`, and what was finished since then `pump` takes in, once a step.
 
 Saving never slows an answer. A page that is to be saved stays in the pool until it was copied, unless a row needs the room: then it is let
 go unsaved, and counted.
@@ -22,7 +22,7 @@ from .catalogue import Catalogue
 from .departures import Departure, Departures
 from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
-from .keeper import Departing, Found, Offer, Part, Sought
+from .keeper import Departing, Found, Offer, Sought
 from .ledger import Ledger, Move, Page
 from .notes import Notes
 from .scout import Scout
@@ -35,6 +35,7 @@ from .worker import Worker, stop, tried
 log = logging.getLogger(__name__)
 
 AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
+HEAD_START = 0.001  # seconds for which a device's first copies are waited for: Python that ran meanwhile would hold them up, and has time
 
 
 class Store:
@@ -62,8 +63,7 @@ class Store:
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
         self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
-        self._leaving = 0  # pages
-        self._writing = 0  # pages, counted once for each tier
+        self._leaving = self._writing = 0  # pages; those that are written are counted once for each tier
         self._unwritten: Counter[Key] = Counter()  # the same, by page
         self._free: list[Stem] = []  # stems that need not stay any longer
         self._queued: set[Key] = set()  # pages that were offered and are not kept yet
@@ -105,11 +105,10 @@ class Store:
 
     def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Load:
         """Begins to bring pages up, to these pages of the pool. `chain`: the keys of the whole context, so that it counts as used."""
-        parts = [Part(part.card, part.tier, page) for part, page in zip(found.parts, pages, strict=True)]
-        load = Load(parts, self.speeds.patience(found.tokens), self._given_up, self._now)
+        load = Load(found.parts, pages, self.speeds.patience(found.tokens), self._given_up, self._now)
         self.ledger.use(chain, self._clock())
         self._loads.append((load, tuple(chain)))
-        used = tuple(dict.fromkeys((*chain, *(part.card.key for part in parts))))
+        used = tuple(dict.fromkeys((*chain, *(part.card.key for part in found.parts)))) if self._touches else ()
         for touch in self._touches:
             self._writer.post(partial(touch, used))
         return load
@@ -126,6 +125,8 @@ class Store:
 
         if loads:
             self._loader.post(work, urgent=True)
+        if computed is not None:
+            loads[0][0].begins_within(HEAD_START)
 
     def _loaded(self, loads: Sequence[tuple[Load, Sequence[Key]]], moved: Mapping[str, Moved]) -> None:
         for tier, how in moved.items():
@@ -275,7 +276,8 @@ class Store:
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter."""
         kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._clock(), only)
-        self._move(kept.moves)
+        if kept.moves:
+            self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
 
@@ -353,8 +355,9 @@ class Store:
 
     def _expire(self) -> None:
         """What nobody used for too long is not found by who looks for it now."""
-        self._move(moves := self.ledger.expire(self._clock()))
-        self._catalogue.expire(move.key for move in moves)
+        if moves := self.ledger.expire(self._clock()):
+            self._move(moves)
+            self._catalogue.expire(move.key for move in moves)
 
     def discard(self, keys: Sequence[Key]) -> None:
         """They are not what they should be, and leave every tier."""
@@ -365,9 +368,7 @@ class Store:
 
     def _raise_ahead(self) -> None:
         """Brings up what the next rows in the queue need, one job at a time."""
-        if self._raising:
-            return
-        for _, chain in zip(range(AHEAD), self.ledger.prefetch(), strict=False):
+        for _, chain in zip(range(AHEAD), self.ledger.prefetch(), strict=False) if not self._raising else ():
             keys = [page.key for page in chain]
             lacking = {key: tier for key, tier in zip(keys, self.ledger.find(keys), strict=False) if tier != "host"}
             if lacking:

@@ -10,15 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from ..kv.segment import Key
 from .codec import Codec
-from .host import HostReader, HostTier
+from .host import HostTier
 from .keeper import Part
 from .movers import Copy, Mover
 from .speeds import Meter, Moved
@@ -34,10 +35,16 @@ class Load:
     """Pages on their way into the pool. Whoever waits for them gives them up when they are late."""
 
     def __init__(
-        self, parts: Sequence[Part], patience: float | None, gave_up: "Callable[[Load], None]", clock: Callable[[], float] = time.monotonic
+        self,
+        parts: Sequence[Part],
+        pages: Sequence[int],
+        patience: float | None,
+        gave_up: "Callable[[Load], None]",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`patience`: seconds that it may take from when it is begun; None: nobody knows. `gave_up` is told if it takes longer."""
-        self.parts = parts
+        """`pages`: of the pool, for each part. `patience`: seconds that it may take from when it is begun; None: nobody knows. `gave_up` is
+        told if it takes longer."""
+        self.parts, self.pages = parts, pages
         self.lost: Lost | None = None
         self.patience, self._gave_up, self._clock = LATE if patience is None else patience, gave_up, clock
         self._began: float | None = None
@@ -76,6 +83,11 @@ class Load:
         if self.lost is not None:
             raise self.lost
         return self._layers[layer]
+
+    def begins_within(self, seconds: float) -> bool:
+        """Waits until its first layer is there, or will be with an event; says whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._layers) or self._ended, seconds)
 
     def ends_within(self, seconds: float) -> bool:
         with self._changed:
@@ -145,11 +157,13 @@ class Transfer:
                 load.begin(sum(each.patience for each in loads))
             try:
                 self.mover.follow(computed)
-                opened, copies = [(load, self._open(load, stack, meter)) for load in loads], list[Copy]()
+                slots = iter(stack.enter_context(self.host.reading([part.card.key for load in loads for part in load.parts])))
+                opened = [self._open(load, [*islice(slots, len(load.parts))], stack, meter) for load in loads]
+                copies = list[Copy]()
                 for layer in range(self.shape.layers):
-                    whole = [self._read(layer, load, sources) for load, sources in opened]
+                    whole = [each.read(layer) for each in opened]
                     if not layer or not all(whole):
-                        copies = [source.copy(part) for _, sources in opened for part, source in sources]
+                        copies = [copy for each in opened for copy in each.copies]
                     self.mover.put(layer, copies)
                     event = self.mover.fence()
                     for load in loads:
@@ -162,30 +176,24 @@ class Transfer:
                 self.mover.drain()  # pages and host memory stay until nothing is copied any more
         return meter.read()
 
-    def _open(self, load: Load, stack: ExitStack, meter: Meter) -> "list[tuple[Part, _Source]]":
-        sources: list[tuple[Part, _Source]] = []
-        for place, part in enumerate(load.parts):
+    def _open(self, load: Load, slots: Sequence[Tensor | None], stack: ExitStack, meter: Meter) -> "_Opened":
+        """`slots`: its pages in host memory; those that are not there come from below."""
+        opened, here = _Opened(load), 0
+        for place, (part, page, slot) in enumerate(zip(load.parts, load.pages, slots, strict=True)):
+            tokens = len(part.card.tokens)
+            if slot is not None:
+                here += self.codec.layer_bytes(self.shape, tokens)
+                opened.copies.append(Copy(page, tokens, slot, stays=True))
+                continue
             try:
-                sources.append((part, self._source(part, stack, meter)))
+                file = stack.enter_context(self._from_below(part, meter))
             except Lost as lost:
                 load.cut(place, lost)
                 break
-        return sources
-
-    def _read(self, layer: int, load: Load, sources: "list[tuple[Part, _Source]]") -> bool:
-        """Are all of them still to be copied?"""
-        for place, (_, source) in enumerate(sources):
-            if load.unwanted:
-                load.cut(0, Lost("late", "nobody waits for it any more"))
-                sources.clear()
-                return False
-            try:
-                source.read(layer)
-            except Lost as lost:
-                load.cut(place, lost)
-                del sources[place:]
-                return False
-        return True
+            opened.files.append((place, file))
+            opened.copies.append(Copy(page, tokens, file.buffer, stays=False))
+        meter.add("host", self.shape.layers * here, time.perf_counter())  # they are only copied
+        return opened
 
     def raise_to_host(self, key: Key, tier: str) -> None:
         """Brings a page into host memory before anyone asks for it; raises Lost."""
@@ -209,19 +217,9 @@ class Transfer:
         finally:
             reader.close()
 
-    def _source(self, part: Part, stack: ExitStack, meter: Meter) -> "_Source":
-        began, size = time.perf_counter(), self.codec.layer_bytes(self.shape, len(part.card.tokens))
-        try:
-            reader = self.host.open(part.card.key)  # it may be there by now
-        except Lost:
-            return stack.enter_context(self._from_below(part, size, meter))
-        stack.callback(reader.close)
-        meter.add("host", self.shape.layers * size, began)
-        return _Slot(reader)
-
     @contextmanager
-    def _from_below(self, part: Part, size: int, meter: Meter) -> "Iterator[_Source]":
-        began = time.perf_counter()
+    def _from_below(self, part: Part, meter: Meter) -> "Iterator[_File]":
+        began, size = time.perf_counter(), self.codec.layer_bytes(self.shape, len(part.card.tokens))
         try:
             below = self._found_below(part)
         finally:
@@ -277,41 +275,48 @@ class Transfer:
             (self.host.commit if outcome[0] else self.host.abort)(card)
 
 
-class _Source(Protocol):
-    def read(self, index: int) -> None:
-        """A layer of it can be copied from now on; raises Lost."""
-        ...
-
-    def copy(self, part: Part) -> Copy: ...
-
-
-class _Slot:
-    """A page in host memory."""
-
-    def __init__(self, reader: HostReader) -> None:
-        self._payload = reader.payload
-
-    def read(self, index: int) -> None: ...
-
-    def copy(self, part: Part) -> Copy:
-        return Copy(part.page, len(part.card.tokens), self._payload, stays=True)
-
-
 class _File:
     """A page below, read into a buffer."""
 
     def __init__(self, reader: Reader, buffer: Tensor, size: int, add: Callable[[int, float], None]) -> None:
         """`add` is told how many bytes were read, and since when."""
-        self._reader, self._buffer, self._size, self._add = reader, buffer, size, add
+        self._reader, self.buffer, self._size, self._add = reader, buffer, size, add
         self.layers = 0
 
     def read(self, index: int) -> None:
+        """A layer of it can be copied from now on; raises Lost."""
         began, size = time.perf_counter(), 0
         try:
-            self._reader.layer(index, memoryview(self._buffer[index, : self._size].numpy().data))
+            self._reader.layer(index, memoryview(self.buffer[index, : self._size].numpy().data))
             self.layers, size = self.layers + 1, self._size
         finally:
             self._add(size, began)
 
-    def copy(self, part: Part) -> Copy:
-        return Copy(part.page, len(part.card.tokens), self._buffer, stays=False)
+
+@dataclass
+class _Opened:
+    """A load whose pages are open for reading."""
+
+    load: Load
+    copies: list[Copy] = field(default_factory=list)
+    files: list[tuple[int, _File]] = field(default_factory=list)  # those of them that are read before they are copied, by their place
+
+    def read(self, layer: int) -> bool:
+        """A layer of them can be copied from now on; says whether of all of them."""
+        for place, file in self.files:
+            if self.load.unwanted:
+                break
+            try:
+                file.read(layer)
+            except Lost as lost:
+                self._cut(place, lost)
+                return False
+        if self.copies and self.load.unwanted:
+            self._cut(0, Lost("late", "nobody waits for it any more"))
+            return False
+        return True
+
+    def _cut(self, place: int, lost: Lost) -> None:
+        self.load.cut(place, lost)
+        del self.copies[place:]
+        self.files = [(other, file) for other, file in self.files if other < place]

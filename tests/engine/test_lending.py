@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from pando.engine.batch import Batch, Unread
 from pando.engine.engine import Engine
 from pando.engine.request import Request, TokenEvent, Truncation
 from pando.engine.row import Schedule
 from pando.kv.run import Origin, Run
 from pando.model.load import Model
-from pando.store import transfer
+from pando.store import store, transfer
 from pando.store.movers import Copy
 from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader
@@ -102,6 +103,43 @@ class Gate:
             return found
 
         self._engine.pool.layer = watched  # type: ignore[method-assign]
+
+
+def test_a_module_that_comes_up_is_looked_for_once(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = prompt("r", modules(0, 1, 2, 3))
+    engine = kept(model, "host", tmp_path, [asked])
+    assert engine.store is not None
+    looked, look = list[tuple[int, ...]](), engine.store.look
+    monkeypatch.setattr(engine.store, "look", lambda sought: (looked.append(tuple(sought.tokens)), look(sought))[1])
+    engine.add(asked)
+    first = engine.step()
+    assert first[0].reuse.tiers["host"] >= OPENING.end + sum(LENGTHS), "all of them came up"
+    assert sorted(looked) == sorted([*(run.tokens for run in asked.runs), tuple(asked.prompt)]), "and the prompt's own words"
+    drain(engine)
+    whole(engine)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_device_is_asked_for_its_first_copies_before_a_plan_is_made_if_they_come_soon(
+    model: Model, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompt("r", modules(0, 1))
+    engine = kept(model, "host", tmp_path, [asked])
+    assert engine.store is not None
+    gate, prepare, copied = Gate(engine, 0 if slow else 1), engine.batcher.prepare, list[int]()
+
+    def prepared(schedule: Schedule, unread: Unread | None) -> Batch:
+        copied.append(len(gate.copied))
+        gate.open()
+        return prepare(schedule, unread)
+
+    monkeypatch.setattr(engine.store.transfer.mover, "mark", lambda: object())  # as of a device
+    monkeypatch.setattr(engine.batcher, "prepare", prepared)
+    monkeypatch.setattr(store, "HEAD_START", 0.01 if slow else 10)
+    engine.add(asked)
+    assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
+    assert copied[0] == (0 if slow else 1), "one layer, if it came in time"
+    whole(engine)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -68,6 +68,18 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- when
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_is_settled_while_the_device_computes_and_before_it_is_read(
+    model: Model, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(model, overlap=overlap)
+    log, settle = watch(engine, monkeypatch), engine.scheduler.settle
+    monkeypatch.setattr(engine.scheduler, "settle", lambda schedule: (log.append("settle"), settle(schedule)))
+    run(engine, [Request("r", prompt(1), greedy(5))])
+    seen = [each for each in log if each != "ask"]
+    assert seen == ["settle", "read"] * (len(seen) // 2) and len(seen) >= 10
+
+
 def test_a_step_is_asked_for_before_the_last_one_is_read(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(model, overlap=True)
     log = watch(engine, monkeypatch)

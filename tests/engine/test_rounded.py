@@ -69,7 +69,7 @@ def test_what_could_not_be_read_back_and_was_computed_is_exact(model: Model, mon
     told(engine, ONE)
     evict(engine)
     assert engine.store is not None
-    monkeypatch.setattr(engine.store.host, "open", lambda key: (_ for _ in ()).throw(OSError("gone")))
+    monkeypatch.setattr(engine.store.host, "reading", lambda keys: (_ for _ in ()).throw(OSError("gone")))
     [*_, last] = run(engine, [Request("r", ONE, greedy(3))])["r", 0]
     assert last.reuse.miss is not None and last.reuse.miss.reason == "lost" and not last.reuse.rounded
 

@@ -3,26 +3,29 @@
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from pando.engine import pace
 from pando.engine.engine import Engine
 from pando.engine.pace import measure
-from pando.engine.request import Request
+from pando.engine.request import Request, Tenant, TokenEvent, Truncation
+from pando.errors import PromptTooLong
 from pando.kv.run import Origin, Run
 from pando.kv.segment import Key
 from pando.model.load import Model
 from pando.store import scout, speeds
 from pando.store.tier import Card, Lost
 from tests.engine.test_store import Faulty, ask, cold, engine_of, evict, kept_then_opened, settled, spoil, whole, words
-from tests.tiny import drain, greedy, run, tiny_model
+from tests.tiny import drain, greedy, run, tiny_llm, tiny_model
 
 PROMPT = words(1, 60)
 ENOUGH = 0.01  # GiB
+WINDOW = 256  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,37 @@ def test_where_there_is_no_memory_to_measure_with_an_engine_starts_all_the_same(
     assert "not known yet" in caplog.text
     assert [event.token for event in ask(engine, PROMPT)] == cold(model, PROMPT)
     whole(engine)
+
+
+def test_a_library_measures_computing_before_it_first_chooses_to_load(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, options = list[Engine](), {"disk_gib": ENOUGH, "disk_dir": str(tmp_path), "page_size": 4, "kv_cache_tokens": 1024}
+
+    def counted(engine: Engine) -> None:
+        measured.append(engine)
+        measure(engine)
+
+    monkeypatch.setattr(pace, "measure", counted)
+    long, short = words(1, 200), words(2, 60)
+    with tiny_llm(model, **options) as llm:
+        [answer] = llm.generate([long], greedy(20))
+        llm.generate([short], greedy(3))
+        assert not measured, "nothing is kept yet: there is nothing to choose, and what is computed tells"
+    with tiny_llm(model, **options) as llm:
+        talk = llm.stream(words(3, 9), greedy(60))
+        said = [next(talk) for _ in range(3)]  # so that a step is moved on when it is measured
+        assert llm.engine.store is not None and llm.engine.store.speeds.patience(10**6) is None and not measured
+        [short_again] = llm.generate([short], greedy(3))
+        assert short_again.reuse.tiers and not measured, "a few tokens are loaded in less time than a measurement takes"
+        [again] = llm.generate([long], greedy(20))
+        assert len(measured) == 1 and (llm.engine.store.speeds.patience(10**9) or 0) > speeds.LEAST
+        assert again.reuse.tiers["disk"] > 150 and again.outputs[0].token_ids == answer.outputs[0].token_ids
+        tokens = [event.token for event in (*said, *talk)]
+        whole(llm.engine)
+    assert tokens == cold(model, words(3, 9), 60)
+    with tiny_llm(model, **options) as llm:
+        assert llm.generate([long], greedy(1))[0].reuse.tiers and len(measured) == 2
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -251,6 +285,91 @@ def test_asking_a_remote_holds_up_nobody_else(model: Model, tmp_path: Path) -> N
         before += len(events) - len(asks)
     assert longest < Slowly.seconds and before > 5
     assert asks[0].token == cold(model, PROMPT)[0] and asks[0].reuse.tiers == {"remote": 59}
+    drain(engine)
+    whole(engine)
+    engine.close()
+
+
+def talking_beside_a_slow_remote(model: Model, shared: Path) -> Engine:
+    """An engine that answers someone, and takes its time to hear what a remote has."""
+    engine = engine_of(model, None, remote=str(shared), kv_cache_tokens=1600, max_model_len=WINDOW)
+    engine.add(Request("talks", words(2, 5), greedy(WINDOW - 10)))
+    while not engine.step():
+        pass
+    remote_of(engine)
+    return engine
+
+
+def longest_step(engine: Engine, until: Callable[[list[TokenEvent]], bool]) -> tuple[float, int]:
+    """Seconds, up to a step of which something is true; and how many tokens others got before."""
+    longest, tokens, events = 0.0, 0, list[TokenEvent]()
+    while not until(events):
+        began = time.monotonic()
+        events = engine.step()
+        longest, tokens = max(longest, time.monotonic() - began), tokens + sum(event.request_id == "talks" for event in events)
+    return longest, tokens
+
+
+def test_how_a_conversation_is_cut_is_asked_of_a_remote_while_others_go_on(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "AWAITED", 10.0)  # it is asked of the cut, then of each of its runs
+    monkeypatch.setattr(scout, "FRESH", 10.0)
+    history = words(1, 200)
+    first = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=1600, max_model_len=WINDOW)
+    ask(first, history)
+    asked = Request("asks", [*history, *words(3, 60)], greedy(3), truncation=Truncation())
+    beside = [event.token for event in run(first, [asked])["asks", 0]]
+    first.close()
+    engine, heard = talking_beside_a_slow_remote(model, tmp_path), list[TokenEvent]()
+    began = time.monotonic()
+    engine.add(asked)
+    assert time.monotonic() - began < Slowly.seconds and engine.has_work
+
+    def answers(events: list[TokenEvent]) -> bool:
+        heard.extend(event for event in events if event.request_id == "asks")
+        return bool(heard)
+
+    longest, tokens = longest_step(engine, answers)
+    assert longest < Slowly.seconds and tokens > 5
+    truncated = heard[0].reuse.truncated
+    assert truncated is not None and truncated.moved > 50 and truncated.recomputed is None, "what was dropped elsewhere goes on here"
+    assert heard[0].reuse.tiers["remote"] > 50
+    drain(engine)
+    assert [heard[0].token] == beside[:1]
+    whole(engine)
+    engine.close()
+
+
+def test_a_conversation_that_is_given_up_while_a_remote_is_asked_is_forgotten(model: Model, tmp_path: Path) -> None:
+    engine = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=1600, max_model_len=WINDOW)
+    remote_of(engine)
+    engine.add(Request("asks", words(1, 260), greedy(3), truncation=Truncation()))
+    engine.cancel("asks")
+    assert not engine.has_work
+    with pytest.raises(PromptTooLong):  # what is wrong with a request is said before anyone is asked
+        engine.add(Request("asks", words(1, 260), greedy(3), truncation=Truncation(keep=259)))
+    assert not engine.has_work
+    engine.close()
+
+
+def test_whether_a_remote_has_modules_is_asked_while_others_go_on(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scout, "AWAITED", 10.0)
+    monkeypatch.setattr(scout, "FRESH", 10.0)
+    opening = Run(tuple(words(4, 40)), 0, Origin((), 0))
+    runs = [opening, Run(tuple(words(5, 40)), 40, Origin((opening,), 40))]
+    first = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=1600, max_model_len=WINDOW)
+    assert first.encode(runs, Tenant()) == 2
+    drain(first)
+    first.close()
+    engine = talking_beside_a_slow_remote(model, tmp_path)
+    began = time.monotonic()
+    assert engine.encode(runs, Tenant()) == 2 and engine.unmade(runs, Tenant()) == 2
+    assert time.monotonic() - began < Slowly.seconds
+    longest, tokens = longest_step(engine, lambda _: not engine.unmade(runs, Tenant()))
+    assert longest < Slowly.seconds and tokens > 5
+    assert engine.store is not None and engine.store.facts().loaded == {"remote": 80}
+    assert all(engine.holds(each, Tenant()) for each in runs)
     drain(engine)
     whole(engine)
     engine.close()

@@ -129,6 +129,23 @@ def test_the_short_end_of_a_conversation_is_kept_too(model: Model, tmp_path: Pat
     second.close()
 
 
+def test_a_kept_end_comes_up_only_for_a_prompt_that_shares_enough_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    engine = engine_of(model, None, page_size=64, kv_cache_tokens=1024, host_gib=ENOUGH)
+    prompt = words(4, 100)
+    ask(engine, prompt, count=1)
+    evict(engine)
+    assert ask(engine, [*prompt[:64], *words(5, 9)])[0].reuse.tiers == {"host": 64}
+    few, more = [*prompt[:67], *words(6, 9)], [*prompt[:90], *words(7, 9)]
+    events = ask(engine, few)
+    assert [event.token for event in events] == cold(model, few)
+    assert (events[0].num_cached_tokens, events[0].reuse.tiers) == (64, {}), "three tokens are sooner computed"
+    events = ask(engine, more)
+    assert [event.token for event in events] == cold(model, more)
+    assert (events[0].num_cached_tokens, events[0].reuse.tiers) == (90, {"host": 26})
+    whole(engine)
+
+
 def test_a_conversation_continues_on_another_machine_from_a_shared_tier(model: Model, tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
     first = engine_of(model, None, remote=shared)

@@ -15,12 +15,14 @@ from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from pando.engine.row import Schedule
 from pando.engine.sampler import Choices
-from pando.engine.truncation import Layout, dropped
+from pando.engine.truncation import Layout, Truncations, dropped
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from pando.kernels import reference
 from pando.kv.pages import Pages
 from pando.kv.pool import PagePool
 from pando.kv.run import Origin, Run
+from pando.kv.segment import Key, Lineage, extend_keys
+from pando.kv.tree import PrefixTree
 from pando.model.config import Rope
 from pando.model.decoder import Step, geometry
 from pando.model.load import Model
@@ -475,6 +477,38 @@ def kept_cut(model: Model, folder: Path, **more: object) -> Talk:
     talk.engine.close()
     talk.engine = small(model, disk_gib=0.01, disk_dir=str(folder), **more)
     return talk
+
+
+def test_what_was_made_of_the_latest_cuts_is_what_would_be_made_again(model: Model) -> None:
+    made, again = Talk(small(model)), Talk(small(model))
+    again.engine.truncations = again.engine.cutting._truncations = Truncations(
+        again.engine.tree, again.engine.scheduler.below, WINDOW, again.engine.scheduler.clock, None, ready=0
+    )
+    cuts = 0
+    for _ in range(30):
+        mine, theirs = made.turn(), again.turn()
+        assert (made.said, mine.reuse) == (again.said, theirs.reuse)
+        cuts += mine.reuse.truncated is not None and mine.reuse.truncated.recomputed is None
+        if cuts:
+            layouts = [recalled(talk) for talk in (made, again)]
+            assert all(layout is not None and layout.runs for layout in layouts)
+            [spans, others] = [[(run.tokens, run.position, run.digest) for run in layout.runs] for layout in layouts if layout is not None]
+            assert spans == others and layouts[0] is recalled(made) and layouts[1] is not recalled(again)
+    assert cuts > 20
+
+
+def test_layouts_that_are_kept_as_they_were_made_are_bounded_in_tokens() -> None:
+    tree = PrefixTree(PAGE)
+    truncations = Truncations(tree, None, WINDOW, lambda: 0.0, None, ready=3 * WINDOW)
+    home, kept = Lineage.of(b"tenant"), list[Layout]()
+    for seed in range(8):
+        history, keys = words(seed, WINDOW), list[Key]()
+        extend_keys(keys, home, history, PAGE)
+        kept.append(Layout(((0, PAGE),), WINDOW // 2))
+        truncations.remember(history, kept[-1], home, keys)
+    found = [truncations._recall(words(seed, WINDOW), home, []) for seed in range(8)]
+    assert all(mine is not None and mine.spans == theirs.spans for mine, theirs in zip(found, kept, strict=True)), "none is forgotten"
+    assert [mine is theirs for mine, theirs in zip(found, kept, strict=True)] == [False] * 2 + [True] * 6
 
 
 def recalled(talk: Talk, tenant: Tenant | None = None) -> Layout | None:

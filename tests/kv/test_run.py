@@ -24,6 +24,13 @@ def test_a_run_has_the_keys_of_its_pages_wherever_it_stands() -> None:
     assert run.keys(US, 8) == keys_of(TOKENS, US, 8)
 
 
+def test_a_run_that_is_moved_to_the_same_place_again_is_the_same_one() -> None:
+    run = Run(TOKENS, 3, Origin((), 3))
+    places = [*range(10), *range(10)]
+    assert all(run.moved(place).digest == Run(TOKENS, place, Origin((), 3)).digest for place in places), "however many there are"
+    assert run.moved(9) is run.moved(9) and run.moved(9).position == 9
+
+
 def test_tenants_and_what_is_public_of_them_have_keys_of_their_own() -> None:
     run, contexts = Run(TOKENS, 0, Origin((), 0)), [US, Lineage(b"all", b"us", 2), Lineage(b"all", b"them", 2), Lineage(b"all", b"us", 3)]
     for context in (*contexts, *contexts):

@@ -164,6 +164,23 @@ def test_a_row_alone_on_its_leaf_lengthens_it() -> None:
     assert leaf.segment.pages == (1, 2, 3)
 
 
+def test_a_run_has_all_of_its_tokens_however_it_is_lengthened_cut_and_trimmed() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(6 * PAGE))
+    keys, stem = keys_of(tokens), tree.root(ROOT)
+    for page in range(6):
+        tree.pin(stem)
+        grown = tree.insert(stem, keys[page : page + 1], tokens[page * PAGE : (page + 1) * PAGE], [page], ROOT, 0).stem
+        tree.unpin(stem)
+        stem = grown
+    tree.pin(stem)
+    assert stem.segment.tokens == tuple(tokens) and len(stem.segment) == len(tokens) and stem.segment.tokens[2:7] == tuple(tokens[2:7])
+    upper = find(tree, tokens[: 2 * PAGE]).stem
+    assert (upper.segment.tokens, stem.segment.tokens) == (tuple(tokens[: 2 * PAGE]), tuple(tokens[2 * PAGE :]))
+    tree.unpin(stem)
+    assert tree.evict(3) == [3, 4, 5] and stem.segment.tokens == tuple(tokens[2 * PAGE : 3 * PAGE])
+    assert stem.segment.tokens != tuple(tokens[: 2 * PAGE]) and list(stem.segment.tokens) == tokens[2 * PAGE : 3 * PAGE]
+
+
 def test_walking_into_another_rows_leaf_does_not_lengthen_it() -> None:
     tree = PrefixTree(PAGE)
     theirs = remember(tree, list(range(8)), [1, 2])

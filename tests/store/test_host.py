@@ -85,6 +85,22 @@ def test_a_page_that_is_read_is_not_overwritten(host):
     assert read(host.open(cards[4].key)) == data(cards[4])
 
 
+def test_pages_that_are_read_together_stay_until_all_of_them_are_read(host):
+    cards = chain(6)
+    for one in cards[:4]:
+        host.save(one, layers(one))
+    with host.reading(keys([cards[1], cards[4], cards[2]])) as (first, absent, second):
+        assert absent is None
+        host.drop(keys(cards))
+        assert host.look([cards[1].key]) == 0 and host.free == 2
+        for one in cards[4:]:
+            host.save(one, layers(one))
+        for slot, one in ((first, cards[1]), (second, cards[2])):
+            assert [bytes(row.numpy()) for row in slot] == data(one)
+    assert host.free == 2
+    assert [read(host.open(one.key)) for one in cards[4:]] == [data(one) for one in cards[4:]]
+
+
 def test_a_page_dropped_while_read_may_come_back_elsewhere(host):
     one = card()
     host.save(one, layers(one))
