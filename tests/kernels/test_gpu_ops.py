@@ -110,7 +110,7 @@ def test_gates_in_the_launch_that_streams_their_weights(gpu_ops: ModuleType, dty
     linear = GpuLinear(device(gpu_ops), {weight.shape: 4})
     apply = gpu_ops.TritonOps(device(gpu_ops)).gated(linear, weight, bias, "silu")
     exact = TorchOps().gate("silu")(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
-    assert close(apply(x), exact, 4)
+    assert close(apply(x), exact, 32 if dtype == torch.float32 else 4)  # as above
 
 
 def test_only_as_many_rows_are_streamed_as_was_measured(gpu_ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
