@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..errors import PoolTooSmall
 from ..kv.segment import Key
@@ -11,45 +12,69 @@ from .request import Request
 from .row import Row
 from .truncation import Truncations, Unanswered
 
-LONGEST = 5.0  # seconds after which a prompt is cut by what the pool has: answers that come between long steps are out of date by then
+PAUSE = 0.1  # seconds after which it is looked again whether somebody has waited long enough, though there was no answer
+
+
+class _Asked(NamedTuple):
+    """A request whose cut waits for an answer."""
+
+    request: Request
+    since: float
+    keys: list[Key]  # of its pages, as far as they are known
 
 
 class Cutting:
     def __init__(self, admission: Admission, truncations: Truncations, clock: Callable[[], float] = time.monotonic) -> None:
         self._admission, self._truncations, self._clock = admission, truncations, clock
-        self._undecided: list[tuple[Request, float]] = []  # requests whose cut waits for an answer, and since when
+        self._undecided: list[_Asked] = []
+        self._looked = 0, 0.0  # at so many answers, and when
 
     def __len__(self) -> int:
         return len(self._undecided)
+
+    @property
+    def waiting(self) -> list[str]:
+        """The ids of requests that are not decided yet."""
+        return [each.request.request_id for each in self._undecided]
 
     def rows(self, request: Request) -> list[Row]:
         """Or raises what is wrong with the request. None of them yet, where something is still asked."""
         if request.truncation is None and not request.drop:
             return self._admission.rows(request)
         self._admission.check_tokens(request.prompt)
+        keys = list[Key]()
         try:
-            return self._cut(request)
+            return self._cut(request, keys, self._truncations)
         except Unanswered:
-            rows = self._cut(request, asks=False, is_trial=True)  # what is wrong with it is said at once
-            self._undecided.append((replace(request, params=replace(request.params, seed=rows[0].seed)), self._clock()))
+            rows = self._cut(request, keys, self._truncations.alone(), is_trial=True)  # what is wrong with it is said at once
+            request = replace(request, params=replace(request.params, seed=rows[0].seed))
+            self._undecided.append(_Asked(request, self._clock(), keys))
             return []
 
     def decided(self) -> list[Row]:
         """The rows of requests whose answers have come."""
-        found, undecided, self._undecided = list[Row](), self._undecided, []
-        for request, since in undecided:
+        found, left, answers, now = list[Row](), list[_Asked](), self._truncations.answers, time.monotonic()
+        if self._looked[0] == answers and now < self._looked[1] + PAUSE:
+            return found
+        self._looked = answers, now
+        for asked in self._undecided:
             try:
-                found += self._cut(request, asks=self._clock() < since + LONGEST)
+                rows = self._cut(asked.request, asked.keys, self._truncations)
             except Unanswered:
-                self._undecided.append((request, since))
+                left.append(asked)
+                continue
+            for row in rows:
+                row.arrived = asked.since
+            found += rows
+        self._undecided = left  # if one of them fails, none of the others is lost
         return found
 
     def cancel(self, request_id: str) -> None:
-        self._undecided = [each for each in self._undecided if each[0].request_id != request_id]
+        self._undecided = [each for each in self._undecided if each.request.request_id != request_id]
 
-    def _cut(self, request: Request, *, asks: bool = True, is_trial: bool = False) -> list[Row]:
-        home, keys = self._admission.lineage(request.tenant, request.public), list[Key]()
-        cut = (self._truncations if asks else self._truncations.alone()).cut(request, home, keys)
+    def _cut(self, request: Request, keys: list[Key], by: Truncations, *, is_trial: bool = False) -> list[Row]:
+        home = self._admission.lineage(request.tenant, request.public)
+        cut = by.cut(request, home, keys)
         if cut is None:
             return self._admission.rows(request)
         try:

@@ -150,9 +150,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Next, forward, sample, settle. Where steps overlap, it is the step before that is settled, while this one runs."""
         self.facts = StepFacts()
-        if len(self.cutting):
-            self._queue(self.cutting.decided())
         with self._whole_or_not_at_all():
+            if len(self.cutting):
+                self._queue(self.cutting.decided())
             before = self._flight
             if before is None:
                 self._flight = self._launch(self.scheduler.next())
@@ -301,7 +301,7 @@ class Engine:
             pages_evictable=self.tree.evictable(),
             pages_pinned=self.pins.pages,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self.cutting),
             attention=self._attention,
             shared_reads=self.totals.shared_reads,
             shared_rows=self.totals.shared_rows,

@@ -137,7 +137,7 @@ class EngineLoop:
 
     def _give_up_all(self) -> None:
         self._failures = 0
-        lost = list(dict.fromkeys(row.request_id for row in self._engine.answers))
+        lost = list(dict.fromkeys([*(row.request_id for row in self._engine.answers), *self._engine.cutting.waiting]))
         for request_id in lost:
             self._engine.cancel(request_id)
         self._engine.scheduler.stop_making()

@@ -190,10 +190,11 @@ class Makers:
                     missing.append(self.begin(tenant, want, next(self._arrivals), below, now))
         return missing
 
-    def decided(self, below: Below | None, now: float) -> list[Row]:
-        """The same for those that were asked about."""
-        undecided, self._undecided = self._undecided, {}
-        return [row for tenant, want in undecided.values() for row in self.begin_missing(tenant, [want], below, now)]
+    def decided(self, below: Below | None, now: float) -> Iterator[Row]:
+        """The same for those that were asked about, one by one: if one fails, none that was begun is lost."""
+        for name, (tenant, want) in list(self._undecided.items()):
+            del self._undecided[name]  # it comes again where there is still no answer
+            yield from self.begin_missing(tenant, [want], below, now)
 
     def unmade(self, tenant: Key, runs: Sequence[Run]) -> int:
         """How many of these runs are among them."""

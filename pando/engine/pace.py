@@ -41,6 +41,7 @@ def measure(engine: Engine) -> None:
     count = min(FEW, most) if is_cpu else most
     row = Row("", 0, [0] * count, SamplingParams(), 0, Lineage.of(b""), count)
     row.pages = pages.take(pages.needed(count))
+    engine.pool.arrivals, engine.pool.departure = (), None  # those of the step before; what comes in it is nothing to these tokens
     seconds = []
     try:
         for _ in range(TIMES):
@@ -53,6 +54,8 @@ def measure(engine: Engine) -> None:
         engine.store.speeds.computed(count, min(seconds))
     except torch.OutOfMemoryError:  # then the first requests tell, in smaller steps
         log.warning("how fast prompts are computed is not known yet: a step of %d tokens did not fit into the memory", count)
+    except RuntimeError as error:  # whoever is to be answered by such a step will hear of it
+        log.warning("how fast prompts are computed is not known yet: %s", error)
     finally:
         pages.give(row.pages)
         engine.scheduler.turns.change()  # what was computed last is not the last step that was made

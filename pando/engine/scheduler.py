@@ -68,7 +68,7 @@ class Scheduler:
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            row.arrival, row.arrived = next(self._arrivals), self.clock()
+            row.arrival, row.arrived = next(self._arrivals), row.arrived or self.clock()
             self.waiting.append(row)
             if self.below is not None:
                 self.below.join(row)
@@ -388,7 +388,8 @@ class Scheduler:
             return  # whoever it borrowed from went before it
         (self.running if row in self.running else self.loading).remove(row)
         self._release(row)
-        self.waiting.appendleft(row)
+        later = (place for place, other in enumerate(self.waiting) if other.arrival > row.arrival)
+        self.waiting.insert(next(later, len(self.waiting)), row)  # before whoever came later; one who came earlier may hold what it needs
         self.preemptions += 1
 
     def _release(self, row: Row) -> None:

@@ -185,6 +185,12 @@ class Truncations:
         made.below = None
         return made
 
+    @property
+    def answers(self) -> int:
+        """That have come from a remote until now."""
+        scout = self.below.store.scout if self.below is not None else None
+        return scout.answers if scout is not None else 0
+
     def cut(self, asked: Request, home: Lineage, keys: list[Key]) -> Cut | None:
         """How a prompt is cut; None where it stays whole. `home` is whose its beginning is, `keys` are those of its full pages, as far as
         they are known: where it is cut, the others are added. Raises Unanswered where that depends on what a remote has, which is asked

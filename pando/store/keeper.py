@@ -150,6 +150,8 @@ class Noting(Protocol):
 class Asking(Protocol):
     """What others keep on a remote, asked while a row waits."""
 
+    answers: int  # that have come until now
+
     def awaits(self, sought: Sought) -> bool:
         """Asks what there is, unless that is known; says whether there is no answer yet."""
         ...

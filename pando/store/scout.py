@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..kv.segment import Key
 from .keeper import Sought, end_parent
@@ -13,11 +13,13 @@ from .tier import Card, Lost, Reader, Tier
 from .worker import Worker
 
 FRESH = 2.0  # seconds for which an answer counts
-AWAITED = 1.0  # seconds that a row waits for one
+AWAITED = 1.0  # seconds in which some answer comes; else nobody waits for any
+LATEST = 30.0  # seconds for which an answer waits for whoever asked: a step may take longer than it would count
 REMEMBERED = 2**14  # pages and short ends of which something was heard
 
 T = TypeVar("T")
 Heard = dict[Key, tuple[float, T | Lost]]
+Question = tuple[Key, ...]
 
 
 class Scout:
@@ -29,7 +31,10 @@ class Scout:
         self._inner, self._ledger, self._page_size, self._clock = inner, ledger, page_size, clock
         self._worker = Worker("pando-look")
         self._changed = threading.Condition()
-        self._asked: dict[tuple[Key, ...], float] = {}  # questions without an answer, and when they were asked
+        self._asked: dict[Question, float] = {}  # questions without an answer, and when they were asked
+        self._answered = -AWAITED  # when the last answer came
+        self.answers = 0
+        self._unread: dict[Question, tuple[float, Sequence[Key], Sequence[Key]]] = {}  # answers: when, and of which pages and short ends
         self._pages: Heard[bool] = {}
         self._ends: Heard[Sequence[Card]] = {}
 
@@ -45,16 +50,24 @@ class Scout:
         now = self._clock()
         with self._changed:
             oldest = next(iter(self._asked.values()), now)
-            if now > oldest + AWAITED:  # whatever was asked since waits behind that
+            if now > max(oldest, self._answered) + AWAITED:  # whatever was asked since waits behind that
                 self._hear(keys[:1], before, sought.owners, Lost("late", "it did not say in time what it has"))
                 return False
             if question in self._asked:
                 return True
+            self._read(question, now)
             if self._is_known(keys, before, sought.owners):
                 return False
             self._asked[question] = now
         self._worker.post(partial(self._ask, question, tuple(keys), before, sought.owners))
         return True
+
+    def _read(self, question: Question, now: float) -> None:
+        """What was answered since whoever asks now has asked before counts from now on."""
+        when, pages, ends = self._unread.pop(question, (-LATEST, (), ()))
+        if now < when + LATEST:
+            self._pages.update({key: (now, self._pages[key][1]) for key in pages if key in self._pages})
+            self._ends.update({parent: (now, self._ends[parent][1]) for parent in ends if parent in self._ends})
 
     def _is_known(self, keys: Sequence[Key], before: Key, owners: Sequence[Key]) -> bool:
         now = self._clock()
@@ -73,7 +86,7 @@ class Scout:
             if self._asked:
                 self._changed.wait(seconds)
 
-    def _ask(self, question: tuple[Key, ...], keys: Sequence[Key], before: Key, owners: Sequence[Key]) -> None:
+    def _ask(self, question: Question, keys: Sequence[Key], before: Key, owners: Sequence[Key]) -> None:
         count, lost, ends = 0, list[Lost](), dict[Key, Sequence[Card]]()
         try:
             count = self._inner.look(keys) if keys else 0
@@ -92,6 +105,9 @@ class Scout:
                     self._pages[keys[count]] = now, False
                 _trim(self._pages)
                 _trim(self._ends)
+                self._answered, self.answers = now, self.answers + 1
+                self._unread[question] = now, keys[: count + 1], [end_parent(before, owner) for owner in owners]
+                _trim(self._unread)
                 self._asked.pop(question, None)
                 self._changed.notify_all()
 
@@ -146,6 +162,6 @@ def _known(heard: "Heard[T]", key: Key, now: float) -> T | Lost | None:
     return what if now < when + FRESH else None
 
 
-def _trim(heard: "Heard[T]") -> None:
+def _trim(heard: dict[Any, Any]) -> None:
     while len(heard) > REMEMBERED:
         del heard[next(iter(heard))]
