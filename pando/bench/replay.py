@@ -15,10 +15,11 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ..engine.imports import pages_of, wants
+from ..engine.layout import ENDLESS
 from ..engine.request import Request, SamplingParams, Truncation
 from ..engine.row import Row, Schedule
 from ..engine.scheduler import Scheduler
-from ..engine.truncation import ENDLESS, Truncations
+from ..engine.truncation import Truncations
 from ..errors import InvalidOption
 from ..kv.run import Origin, in_place
 from ..kv.segment import Key, Lineage, extend_keys, root_key

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pando.engine.engine import Engine
+from pando.engine.layout import Layout
 from pando.engine.llm import LLM
 from pando.engine.request import Request, Tenant, Truncation
-from pando.engine.truncation import Cut, Layout
+from pando.engine.truncation import Cut
 from pando.errors import InvalidOption
 from pando.kv.pool import PagePool
 from pando.kv.run import Origin, Run

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pando.engine.below import WORTH_KEEPING
 from pando.engine.engine import Engine
+from pando.engine.layout import Layout
 from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from pando.engine.row import Schedule
 from pando.engine.sampler import Choices
-from pando.engine.truncation import Layout, Truncations, dropped
+from pando.engine.truncation import Truncations, dropped
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from pando.kernels import reference
 from pando.kv.pages import Pages
