@@ -4,8 +4,8 @@ There are no phases: every running row has tokens to catch up with, one when it 
 then the others share what is left of the step's budget, then waiting rows are admitted in the order of their arrival.
 
 It cannot get stuck: a request that does not fit the pool alone is refused before it comes here, and a row that lacks a page may take it
-from the cache, then from the row that arrived last. A row that loses its pages hands what it has computed to the tree and waits at the
-front; its tokens are never lost, and its states only if someone needed the room.
+from the cache, then from the row that arrived last. A row that loses its pages hands what it has computed to the tree and waits before
+whoever came later; its tokens are never lost, and its states only if someone needed the room.
 """
 
 import itertools
