@@ -19,7 +19,7 @@ from . import triton as kernels
 from . import triton_ops as ops
 from .gpu_hopper import BESIDE, Hopper, found
 from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
-from .launch import Launches, power_of_two
+from .launch import Launches, aligned, power_of_two
 from .reads import Reads, joined
 from .reference import Geometry
 from .rope import turns
@@ -68,8 +68,8 @@ class TritonLowering:
             self._small = self._small._replace(
                 warps=self._small.warps if self._small.heads > 1 else max(2, self._small.warps), registers=BESIDE
             )
-        self._room = {name: max(1, math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
-        self._room["tiles"] = kernels.FIELDS * max(1, self._grids[0] + self._grids[1])  # one for every program, if only of zeros
+        self._room = {name: aligned(math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
+        self._room["tiles"] = aligned(kernels.FIELDS * (self._grids[0] + self._grids[1]))  # one for every program, if only of zeros
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
@@ -80,7 +80,7 @@ class TritonLowering:
         self._merged = next((parts for parts in MERGED if parts >= most), MERGED[-1])
         self._launch = Launches()
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
-        self._moves = self._room["moved"] if len(tiles.moved) else 0  # queries that are turned again, at most
+        self._moves = math.ceil(len(tiles.moved) * spare)  # queries that are turned again, at most
         self._turn: Tensor | None = None
         self._put(tiles)
         self.begin(positions)

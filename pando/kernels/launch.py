@@ -32,6 +32,12 @@ class Launches:
             found[(*grid, 1, 1)[:3]](*arguments)
 
 
+def aligned(count: int) -> int:
+    """Room for so many numbers of 4 bytes, so that what lies behind them is aligned, too: where it is not, another kernel is compiled."""
+    each = ALIGNED // 4
+    return max(1, -(-count // each)) * each
+
+
 def power_of_two(least: int) -> int:
     """That is no less. Triton's own takes some microseconds."""
     return 1 << max(0, least - 1).bit_length()

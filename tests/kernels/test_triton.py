@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from pando.kernels.launch import ALIGNED
 from pando.kernels.reads import Reads, joined
 from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, rotate, turns
@@ -90,6 +91,15 @@ def test_queries_that_were_turned_beside_keys_are_read_as_they_stand(gpu: Module
     q, both = torch.randn(3, 9, 64, device=DEVICE), torch.randn(3, 12, 64, device=DEVICE)
     k, v = torch.randn(2, 2 * PAGE, 3, 64, device=DEVICE)
     assert torch.equal(lowering.attend(q, both[:, :9], k, v), lowering.attend(q, both[:, :9].contiguous(), k, v))
+
+
+def test_how_much_there_is_of_a_plan_makes_no_other_kernels(gpu: ModuleType) -> None:
+    """Triton compiles another one where an array is not aligned."""
+    for rows in range(1, 9):
+        reads = joined(PAGE, [([0], 7, 0, range(rows), [0] * rows), *(([1], 9, 7, [row], [0]) for row in range(rows))])
+        lowering = gpu.TritonLowering(gpu.Device.of(DEVICE), torch.float32, reads, torch.full((rows,), 15), Geometry(2, 1, 64, 0.125))
+        arrays = {**lowering._arrays, "seen": lowering._seen, "ahead": lowering._ahead}
+        assert not [name for name, array in arrays.items() if array.data_ptr() % ALIGNED]
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float32]
