@@ -9,7 +9,8 @@ from ..errors import InvalidOption
 from ..kv.pool import PagePool
 from ..kv.segment import Lineage
 from ..model.decoder import Step
-from ..model.load import Model, free_memory
+from ..model.load import Model
+from ..model.memory import free_memory
 from .request import SamplingParams
 from .row import Row
 from .sampler import Sampler

@@ -15,7 +15,8 @@ from ..config import EngineConfig
 from ..errors import InvalidOption
 from ..kv.pool import PagePool
 from ..kv.segment import Key
-from ..model.load import Model, free_memory
+from ..model.load import Model
+from ..model.memory import free_memory
 from ..model.shelf import Shelf
 from ..store.codec import codec
 from ..store.disk import DiskTier

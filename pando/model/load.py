@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ..kernels.ops import Linear, TorchOps
 from .config import ModelConfig
 from .decoder import Decoder, plain_linear
 from .hub import resolve
+from .memory import free_memory
 from .shelf import Shelf
 from .tokenizer import Tokenizer
 from .weights import Weights, digest, load_weights
@@ -137,17 +137,6 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return DTYPES[dtype]
     return torch.bfloat16 if device.type == "cuda" else fastest_dtype()
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken now without anything being thrown out."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from ...kernels.native import Library
 from ...kernels.reads import Reads
 from ...kernels.reference import Geometry
 from ...kv.plan import ALWAYS, NEVER, CostModel
-from ...model.load import DTYPES, free_memory
+from ...model.load import DTYPES
+from ...model.memory import free_memory
 from .cases import Case
 from .clock import Clock, Limits, relay_formula
 from .levels import ByLevels, Unfit

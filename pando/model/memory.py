@@ -1,0 +1,61 @@
+"""How much memory there is: the machine's, or what a container may have of it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path("/")
+
+# A control group's limit, its use, and what of its use are files that can be read again, by the version of the groups.
+FILES = {
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def free_memory(device: torch.device, root: Path = ROOT) -> int:
+    """Bytes that could be taken now without anything being thrown out."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min([_free(root), *_allowed(root)])
+
+
+def _free(root: Path) -> int:
+    try:
+        return _named(root / "proc/meminfo", "MemAvailable:") * 1024
+    except (OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _allowed(root: Path) -> Iterator[int]:
+    """What is left of each limit that holds for this process: its group's, and those of the groups around it. Within a container its own
+    group is the outermost one that is seen, whatever it is called outside."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, kinds, name = line.split(":", 2)
+        if number == "0" or "memory" in kinds.split(","):
+            folder, *files = FILES[2 if number == "0" else 1]
+            group = Path(name.lstrip("/"))
+            for place in (group, *group.parents):
+                yield from _left(root / folder / place, *files)
+
+
+def _left(group: Path, limit: str, use: str, reclaimed: str) -> Iterator[int]:
+    try:
+        most = int((group / limit).read_text())  # "max" is no number, and no limit
+        yield max(0, most - int((group / use).read_text()) + _named(group / "memory.stat", reclaimed))
+    except (OSError, ValueError):
+        return
+
+
+def _named(file: Path, name: str) -> int:
+    """Of lines of a name and a number each."""
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    raise ValueError(f"{file} has no {name}")

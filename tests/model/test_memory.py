@@ -1,0 +1,60 @@
+"""How much memory may be taken."""
+
+from pathlib import Path
+
+import torch
+
+from pando.model.memory import free_memory
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def group(place: str, limit: str, use: int, files: int, version: int = 2) -> dict[str, str]:
+    names = ("memory.max", "memory.current", "inactive_file") if version == 2 else LEGACY
+    written = {names[0]: limit, names[1]: str(use), "memory.stat": f"anon 5\n{names[2]}_not 7\n{names[2]} {files}\n"}
+    return {f"sys/fs/cgroup/{place}{name}": text for name, text in written.items()}
+
+
+LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def test_a_machine_has_what_it_says_is_available(tmp_path: Path) -> None:
+    assert free_memory(CPU, written(tmp_path, {})) == 4096 * MIB
+
+
+def test_a_container_has_what_is_left_of_its_limit_and_the_files_it_could_read_again(tmp_path: Path) -> None:
+    root = written(tmp_path, {"proc/self/cgroup": "0::/\n", **group("", str(1024 * MIB), 900 * MIB, 300 * MIB)})
+    assert free_memory(CPU, root) == 424 * MIB
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    root = written(tmp_path, {"proc/self/cgroup": "0::/\n", **group("", "max\n", 900 * MIB, 300 * MIB)})
+    assert free_memory(CPU, root) == 4096 * MIB
+
+
+def test_the_limit_of_a_group_around_it_holds_too(tmp_path: Path) -> None:
+    inner, outer = group("pods/mine/", "max", 0, 0), group("pods/", str(512 * MIB), 0, 0)
+    assert free_memory(CPU, written(tmp_path, {"proc/self/cgroup": "0::/pods/mine\n", **inner, **outer})) == 512 * MIB
+
+
+def test_control_groups_of_the_first_version_are_known(tmp_path: Path) -> None:
+    lines = "5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n"
+    root = written(tmp_path, {"proc/self/cgroup": lines, **group("memory/", str(256 * MIB), 56 * MIB, 0, version=1)})
+    assert free_memory(CPU, root) == 200 * MIB
+
+
+def test_a_limit_that_is_used_up_leaves_nothing(tmp_path: Path) -> None:
+    root = written(tmp_path, {"proc/self/cgroup": "0::/\n", **group("", str(100 * MIB), 101 * MIB, 0)})
+    assert free_memory(CPU, root) == 0
+
+
+def test_this_machine_has_some() -> None:
+    assert free_memory(CPU) > 0
