@@ -213,7 +213,7 @@ def _stat_server(server: RedisServer) -> tuple[dict[str, object], Sequence[str]]
         "tenants": {tenant.hex(): size for tenant, size in by_tenant.most_common()},
     }
     rows = [[kind.model.hex()[:SHOWN], kind.dtype, kind.codec, str(kind.page_size), size_of(size)] for kind, size in by_kind.most_common()]
-    said = f"{server.place}: {pages} pages, {size_of(total)}" + (f", {bad} of them damaged" if bad else "")
+    said = f"{server.place}: {pages_of(pages)}, {size_of(total)}" + (f", {bad} of them damaged" if bad else "")
     return told, [said, *(_shown(rows, by_tenant) if pages > bad else ())]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 from .errors import InvalidOption
 
@@ -119,6 +120,8 @@ class EngineConfig:
         kind, separator, _ = (self.remote or "").partition("://")
         if separator and kind not in REMOTES:
             raise InvalidOption(f"remote is of the kind {kind!r}; write redis://HOST:6379/0, file:///PATH, or the path of a directory")
+        if separator and not _has_good_port(self.remote or ""):
+            raise InvalidOption("remote has no good port; write redis://HOST:6379/0")  # not the whole of it: it may have a password
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise InvalidOption(
                 f"kv_cache_tokens is {self.kv_cache_tokens}, less than one page of {self.page_size} tokens; "
@@ -303,6 +306,13 @@ def _parse(option: "Field[object]", text: str, source: str) -> object:
         return float(text) if float in kinds(option) else int(text)
     except ValueError:
         return text  # the check of its type names what is expected
+
+
+def _has_good_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _check_all(config: EngineConfig | ServerConfig) -> None:

@@ -68,6 +68,8 @@ def test_a_file_of_the_server_serves_the_other_commands_too(tmp_path):
         ({"pin_quota": "101"}, {}, "", "--pin-quota: pin_quota is 101; it must be a whole number from 0 to 100"),
         ({"cors_origins": ["https://a.example/"]}, {}, "", "cors_origins has 'https://a.example/'; write scheme and host"),
         ({"remote": "s3://bucket"}, {}, "", "remote is of the kind 's3'; write redis://HOST:6379/0"),
+        ({"remote": "redis://:secret@cache:6379x/0"}, {}, "", "remote has no good port; write redis://HOST:6379/0"),
+        ({"remote": "rediss://cache:70000"}, {}, "", "remote has no good port"),
         ({"cors_origins": ["a.example"]}, {}, "", "cors_origins has 'a.example'"),
         ({"ports": 3}, {}, "", "unknown option 'ports'"),
     ],
