@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -128,7 +128,7 @@ def encoded(element: Element, encode: Encode) -> Element:
     if element.name == "schema":
         attributes["encode"] = encode
     children = tuple(encoded(child, encode) if isinstance(child, Element) else child for child in element.children)
-    return replace(element, attributes=attributes, children=children)
+    return element._replace(attributes=attributes, children=children)
 
 
 def split(text: str) -> list[str]:

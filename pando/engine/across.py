@@ -15,12 +15,6 @@ def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return here.pin_memory().to(device, non_blocking=True)
 
 
-def put(numbers: NDArray[Any], there: Tensor) -> None:
-    """The same, into a place that stays."""
-    here = torch.from_numpy(numbers)
-    there.copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
-
-
 class Returning:
     """A tensor that a device is still computing, on its way to the host."""
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from ..config import EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
-from ..kv.run import Origin, Run, are_tokens, in_place
+from ..kv.run import Origin, Run, are_tokens
 from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
 from ..model.load import Model
 from .imports import pages_of, wants
@@ -56,13 +56,15 @@ class Admission:
         check(params, self._model.config.vocab_size)
         last = self.last(own, params.max_tokens, at, self.pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        tenant, lineage = self.tenant(request.tenant), self.lineage(request.tenant, request.public)
+        lineage = self.lineage(request.tenant, request.public)
+        tenant = lineage.owner
         asked, eos = wants(tenant, before, self._pages.page_size, plain=lineage, ends=ends), self.eos
-        self.owners.update((want.lineage.owner, request.tenant.owner) for want in asked)
+        self.owners |= {want.lineage.owner: request.tenant.owner for want in asked}
         foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
         repair = request.repair if foreign else 0.0
         if before:
-            lineage = Lineage.of(repair_key(tenant, before, at, repair) if repair else Origin(tuple(in_place(before)), at).key(tenant))
+            placed = Origin(tuple([want.run for want in asked]), at)
+            lineage = Lineage.of(repair_key(tenant, before, at, repair) if repair else placed.key(tenant))
             self.owners[lineage.owner] = request.tenant.owner
         if repair:  # the row of a plain prompt, but for where its states come from
             check_gaps(before, at + ends)

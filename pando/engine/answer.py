@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 
 from ..model.tokenizer import Detokenizer, Tokenizer
 from .request import FinishReason, Logprob, Reuse, TokenEvent
@@ -19,15 +20,27 @@ class Answer:
     def __init__(self, row: Row, tokenizer: Tokenizer, eos: Sequence[int]) -> None:
         self.row = row
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special=row.params.skip_special_tokens, prompt_tail=row.prompt[-PROMPT_TAIL:])
         self._eos = frozenset(() if row.params.ignore_eos else eos)
         self._ends = self._eos.union(row.params.stop_token_ids or ())
         self._stops = row.params.stops
         self._least = row.params.min_tokens
         self._held = ""
-        self._repaired = row.repaired
-        self._modules = row.foreign - self._repaired if row.truncated is None else 0
-        self._reuse = Reuse()
+        self._reuse: Reuse | None = None
+
+    def prepare(self) -> None:
+        """What need not wait for the first token, nor it for that."""
+        _ = self._detokenizer, self._modules
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        params, prompt = self.row.params, self.row.prompt
+        return Detokenizer(self._tokenizer, skip_special=params.skip_special_tokens, prompt_tail=prompt[-PROMPT_TAIL:])
+
+    @cached_property
+    def _modules(self) -> tuple[int, int]:
+        """Tokens encoded in another context, but for those that are repaired; and these."""
+        row, repaired = self.row, self.row.repaired
+        return row.foreign - repaired if row.truncated is None else 0, repaired
 
     def take(self, chosen: Chosen) -> TokenEvent:
         """Appends a token to the row; the event says what became readable and whether the answer ends here. What fails in it, such as a
@@ -68,9 +81,10 @@ class Answer:
         if chosen.top is not None:
             logprobs = {token: Logprob(value, rank, self._tokenizer.token_text(token)) for token, value, rank in chosen.top}
         told = self._reuse
-        if (told.device, told.rounded) != (cached, row.rounded) or told.miss is not row.miss or told.tiers is not row.tiers:
-            held = min(self._modules, row.held)
-            self._reuse = Reuse(cached, row.miss, self._modules, held, self._repaired, row.tiers, row.truncated, row.rounded)
+        if told is None or (told.device, told.rounded) != (cached, row.rounded) or told.miss is not row.miss or told.tiers is not row.tiers:
+            modules, repaired = self._modules
+            held = min(modules, row.held)
+            told = self._reuse = Reuse(cached, row.miss, modules, held, repaired, row.tiers, row.truncated, row.rounded)
         return TokenEvent(
             row.request_id,
             row.index,
@@ -81,7 +95,7 @@ class Answer:
             stop,
             cached,
             len(row.prompt),
-            self._reuse,
+            told,
             row.waited,
             row.scored,
         )

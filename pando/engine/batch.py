@@ -94,7 +94,10 @@ def warm_up(model: Model, page_size: int) -> None:
 def reads_of(plan: Plan, counts: Sequence[int], unseen: int = 0) -> Reads:
     """A plan's reads for rows that bring so many tokens each: rows become their tokens."""
     rows, row_starts, shifts = plan.rows, plan.row_starts, plan.shifts
-    if max(counts, default=1) > 1:
+    most = max(counts, default=1)
+    if most > 1 and len(counts) == 1:  # it has all reads to itself
+        rows, row_starts, shifts = np.arange(most * len(plan), dtype=np.int32) % most, row_starts * most, shifts.repeat(most)
+    elif most > 1:
         brought = np.array(counts)
         each = brought[rows]
         rows = ranges((brought.cumsum() - brought)[rows], each).astype(np.int32)
@@ -126,7 +129,7 @@ class Batch(NamedTuple):
     tokens: Numbers
     positions: Numbers
     slots: Numbers  # where each token's K and V are written
-    wanted: Numbers  # the tokens whose logits are wanted
+    wanted: Numbers  # the tokens whose logits are wanted: the last of rows that have caught up, all of one whose prompt is scored
     reads: Reads
     fed: Fed | None = None
 
@@ -156,7 +159,7 @@ class Batcher:
             group = self.geometry.heads // self.geometry.kv_heads
             self.plan = plan([row.view(self.page_size) for row in schedule.rows], self.page_size, group, self.cost)
             room = self.page_size * sum(len(row.pages) for row in schedule.rows)
-            unseen = room - int(schedule.starts.sum()) - sum(schedule.counts)
+            unseen = room - int(np.add.reduce(schedule.starts)) - sum(schedule.counts)
             made = made._replace(reads=reads_of(self.plan, schedule.counts, unseen))
         self._batch = made
         return made
@@ -172,14 +175,25 @@ class Batcher:
         return last._replace(tokens=tokens, positions=last.positions + 1, slots=slots, fed=fed)
 
     def _anew(self, schedule: Schedule, unread: Unread | None) -> Batch:
-        rows, starts, counts = schedule.rows, schedule.starts, np.array(schedule.counts)
-        places = ranges(starts, counts)  # among the row's own tokens
-        news = zip(rows, starts.tolist(), (starts + counts).tolist(), strict=True)
+        rows, size, ready = schedule.rows, self.page_size, set(schedule.ready)
+        tokens, wanted, moves, behind = list[int](), list[int](), list[int](), list[int]()
+        for row, start, count in zip(rows, schedule.starts.tolist(), schedule.counts, strict=True):
+            stop, end = start + count, len(tokens) + count
+            tokens += row.tokens[start:stop] or (0,)  # or one that is unread
+            if row.is_scored_from(start):
+                wanted += range(end - count, end)
+            elif row in ready:
+                wanted.append(end - 1)
+            first = start // size  # of the pages that it writes to
+            behind.append(len(moves) - first)
+            moves += [(page - place) * size for place, page in enumerate(row.pages[first : -(-stop // size)], first)]
+        counts = np.array(schedule.counts)
+        places = ranges(schedule.starts, counts)  # among the row's own tokens
         return Batch(
-            tokens=np.array([token for row, start, stop in news for token in row.tokens[start:stop] or (0,)]),  # or one that is unread
+            tokens=np.array(tokens),
             positions=places + np.array([row.at for row in rows]).repeat(counts),
-            slots=self._slots(rows, starts, counts, places),
-            wanted=_wanted(schedule),
+            slots=places + np.array(moves)[np.array(behind).repeat(counts) + places // size],
+            wanted=np.array(wanted, dtype=np.int64),
             reads=self._batch.reads,
             fed=None if unread is None else Fed(unread.tokens, _sources(rows, counts, unread.rows)),
         )
@@ -190,15 +204,6 @@ class Batcher:
         if batch.fed is not None:
             tokens = batch.fed.into(tokens, sent(batch.fed.sources, self.device))
         return Step(tokens=tokens, positions=positions, slots=slots, wanted=wanted, attend=self._lowered(batch.reads, positions))
-
-    def _slots(self, rows: Sequence[Row], starts: Numbers, counts: Numbers, places: Numbers) -> Numbers:
-        size = self.page_size
-        begin, end = starts // size, (starts + counts - 1) // size + 1  # the pages that each row writes to
-        spans = zip(rows, begin.tolist(), end.tolist(), strict=True)
-        pages = np.array([page for row, first, last in spans for page in row.pages[first:last]])
-        behind = (end - begin).cumsum() - end  # where among them a row's page 0 would be
-        slots: Numbers = pages[behind.repeat(counts) + places // size] * size + places % size
-        return slots
 
     def _lowered(self, reads: Reads, at: Tensor) -> Attend:
         if reads is self._ready:
@@ -227,15 +232,3 @@ def _sources(rows: Sequence[Row], counts: Numbers, unread: Sequence[Row]) -> Num
     sources = np.full(counts.sum(), NOWHERE)
     sources[np.cumsum(counts) - 1] = [place.get(row, NOWHERE) for row in rows]
     return sources
-
-
-def _wanted(schedule: Schedule) -> Numbers:
-    """The last token of each row that has caught up; every token of one whose prompt is being scored."""
-    ready, wanted, end = set(schedule.ready), list[int](), 0
-    for row, start, count in zip(schedule.rows, schedule.starts.tolist(), schedule.counts, strict=True):
-        end += count
-        if row.is_scored_from(start):
-            wanted += range(end - count, end)
-        elif row in ready:
-            wanted.append(end - 1)
-    return np.array(wanted, dtype=np.int64)

@@ -1,10 +1,7 @@
 """The tiers below the pool, for rows: what is kept of their context is brought up, and what they computed is kept."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
-
-import numpy as np
 
 from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
@@ -190,14 +187,14 @@ class Below:
         if spare := self.store.spare:
             pages = list(islice(self._filled(schedule), spare))
             self._departure = self.store.depart(pages) if pages else None
-        return schedule if self._departure is None else replace(schedule, departure=self._departure)
+        return schedule if self._departure is None else schedule._replace(departure=self._departure)
 
     def _filled(self, schedule: Schedule) -> Iterator[tuple[Card, int]]:
-        size, starts, stops = self.tree.page_size, schedule.starts, schedule.starts + schedule.counts
-        for place in np.flatnonzero(stops // size > starts // size).tolist():
-            row = schedule.rows[place]
+        size, starts, counts = self.tree.page_size, schedule.starts, schedule.counts
+        for place in (starts % size + counts >= size).nonzero()[0].tolist():
+            row, start = schedule.rows[place], int(starts[place])
             extend_keys(row.keys, row.lineage, row.tokens, size)
-            yield from self._wanted(row, starts[place] // size, min(stops[place], len(row.tokens)) // size)
+            yield from self._wanted(row, start // size, min(start + counts[place], len(row.tokens)) // size)
 
     def retract(self) -> None:
         """Nothing of the last step that was made is kept."""

@@ -86,6 +86,7 @@ class Engine:
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
+        self._begun: list[Answer] = []  # that are not prepared yet
         self.steps = 0
         self.facts = self.totals = StepFacts()
         self._shared, self._seen = Shared(), 0  # of the last plan; tokens that the rows of the last step saw
@@ -124,6 +125,7 @@ class Engine:
     def _queue(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.answers[row] = Answer(row, self.model.tokenizer, self.admission.eos)
+            self._begun.append(self.answers[row])
         self.scheduler.add(rows)
 
     def cancel(self, request_id: str) -> None:
@@ -232,6 +234,8 @@ class Engine:
     def _settle(self, flight: Flight) -> list[TokenEvent]:
         schedule, self.facts = flight.schedule, flight.facts
         self.scheduler.settle(schedule)  # while the device computes: whatever is asked of it now comes behind that
+        while self._begun:
+            self._begun.pop().prepare()
         chosen, are_fed = flight.chosen.read()
         self._amended = not are_fed
         if not are_fed and self._flight is not None:

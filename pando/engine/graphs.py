@@ -7,19 +7,19 @@ its way into the pool, there is a graph for each layer, and each waits for its o
 
 import gc
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.reads import Reads
+from ..kernels.staging import Staged
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
-from .across import put
 from .batch import NOWHERE, Batch, Lowered
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,9 @@ class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
-        self.numbers = torch.zeros(5, max(kind.tokens, kind.wanted), dtype=torch.int64, device=device)
-        tokens, positions, slots, wanted, sources = self.numbers
+        numbers = torch.zeros(5, max(kind.tokens, kind.wanted), dtype=torch.int64, device=device)
+        self._staged = Staged(numbers)
+        tokens, positions, slots, wanted, sources = numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]
         self.wanted, self.sources = wanted[: kind.wanted], sources[: kind.tokens]
         self.lowering: Replaceable | None = None
@@ -71,13 +72,13 @@ class _Captured:
 
     def fill(self, batch: Batch, scratch: int) -> None:
         """One copy for all of them."""
-        host = np.zeros(self.numbers.shape, dtype=np.int64)
+        host = self._staged.zeros()
         host[2], host[4] = scratch, NOWHERE  # what pads a step
         for place, numbers in enumerate(batch[:4]):
             host[place, : len(numbers)] = numbers
         if batch.fed is not None:
             host[4, : len(batch.fed.sources)] = batch.fed.sources
-        put(host, self.numbers)
+        self._staged.send()
         if batch.fed is not None:
             self.tokens.copy_(batch.fed.into(self.tokens, self.sources))
 
@@ -213,4 +214,4 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
 
 
 def _rounded(count: int, sizes: Sequence[int]) -> int:
-    return next(size for size in sizes if size >= count)
+    return sizes[bisect_left(sizes, count)]

@@ -10,12 +10,14 @@ from .row import Copy, Row
 from .turns import Turns
 
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
+WORTH_COPYING = 8  # of a page that goes on differently, one in so many tokens: fewer are sooner computed with the others
 
 
 class Holding:
     def __init__(self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, *, reuse: bool) -> None:
         """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool."""
         self.pages, self.tree, self.turns, self.below, self.reuse = pages, tree, turns, below, reuse
+        self._copied = max(1, pages.page_size // WORTH_COPYING)  # tokens, at least
 
     @property
     def to_be_had(self) -> int:
@@ -25,7 +27,7 @@ class Holding:
     def seat(self, row: Row, limit: int, now: float, *, spare: int) -> Match | None:
         """Finds what is known of a row's first tokens, and room for the others, if the cache has it with some pages to spare."""
         self.extend_keys(row)
-        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, now, first=row.at)
+        match = self.tree.match(row.lineage, row.keys, row.tokens, limit, now, first=row.at, least=self._copied)
         if match.length - row.at < row.repaired_end:  # who is repaired is known only of all together
             match = Match(self.tree.root(row.lineage.root))
         self.tree.pin(match.stem)
@@ -90,14 +92,15 @@ class Holding:
         twice."""
         if not self.reuse or row.scored is not None:
             return False
-        start = row.tokens[:WORTH_WAITING]
-        busy = [other for other in others if other.tokens[:WORTH_WAITING] == start and (other.behind > 1 or other.load is not None)]
+        worth = max(WORTH_WAITING, min(self._copied, len(row.tokens) - 1))
+        start = row.tokens[:worth]
+        busy = [other for other in others if other.tokens[:worth] == start and (other.behind > 1 or other.load is not None)]
         if not busy:
             return False
         self.extend_keys(row)
         alike = (other for other in busy if other.lineage == row.lineage and other.scored is None)
         there = ((other, other.computed if other.load is None else other.settled) for other in alike)
-        return any(max(tokens + 1, WORTH_WAITING) <= self.common(row, other) for other, tokens in there)
+        return any(max(tokens + 1, worth) <= self.common(row, other) for other, tokens in there)
 
     def give_way(self, row: Row, others: Sequence[Row]) -> bool:
         """Where nothing runs and there is no room, only the first that waits keeps what it has found: the others begin again later. Says
@@ -216,6 +219,8 @@ class Holding:
         own, best = row.tokens[row.settled : limit], (0, 0)
         for other in running:
             if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled and other.load is None:
-                same = shared_length(own, other.tokens[other.settled : other.computed])
-                best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
+                there = other.tokens[other.settled : other.computed]
+                same = shared_length(own, there)
+                if same >= min(self._copied, len(own), len(there)):
+                    best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
         return best

@@ -32,7 +32,7 @@ class Want:
 
     def __len__(self) -> int:
         """The tokens that are read."""
-        return len(self.run) - self.is_end
+        return len(self.run.tokens) - self.is_end
 
     @property
     def end(self) -> int:
@@ -88,29 +88,35 @@ def wants(
         keys = run.keys(context, page_size)
         skipped = len(run.origin.before) // page_size
         lineage = Lineage(keys[skipped - 1], context.owner) if skipped else context
-        same = run.shift == 0 and not run.origin.before and run.origin.placed_digest == before.digest()
-        exact = exact and same
+        exact = exact and run.shift == 0 and not run.origin.before and run.origin.placed_digest == before.digest()
+        if exact:
+            before.update(run.digest)
         passing = makes and given.origin is None
         found.append(Want(run, lineage, keys[skipped:], context, passing, exact or given.origin is None))
-        before.update(run.digest)
     return (*found[:-1], replace(found[-1], is_end=True)) if ends else tuple(found)
 
 
 def pages_of(runs: Sequence[Run], pages: Pages) -> int:
     """What runs take, and the contexts that they are made behind: all of it may be needed at once."""
-    found, stack = dict[int, Run](), list(runs)
+    found, stack, count = set[Run](), list(runs), 0
     while stack:
         run = stack.pop()
-        if id(run) not in found:
-            found[id(run)] = run
-            stack += () if run.origin is None else run.origin.context
-    before = {name: 0 if run.origin is None else len(run.origin.before) for name, run in found.items()}
-    return sum(pages.needed(before[name] + len(run) + 1) for name, run in found.items())
+        if run not in found:
+            found.add(run)
+            origin = run.origin
+            stack += () if origin is None else origin.context
+            count += pages.needed(len(run.tokens) + 1 + (0 if origin is None else len(origin.before)))
+    return count
 
 
 def find(tree: PrefixTree, want: Want, now: float) -> Import | None:
     """The states of a run, pinned, if all of them are there."""
     tokens, first = want.run.tokens, want.origin.first
+    if not want.is_end and len(want.keys) * tree.page_size == len(tokens):
+        stem = tree.ending(want.lineage.root, want.keys[-1], now)
+        if stem is not None:
+            tree.pin(stem)
+            return Import(want, stem, None, 0)
     match = tree.match(want.lineage, want.keys, tokens, len(tokens), now, first=first)
     if match.length - first < len(tokens):
         tree.forget_bare(match.stem)

@@ -158,7 +158,7 @@ class Makers:
             self._lacking.setdefault(want.name, {})[row] = None
 
     def _tell_no_more(self, row: Row) -> None:
-        for name in {want.name for want in row.wants} & self._lacking.keys():
+        for name in {want.name for want in row.wants} & self._lacking.keys() if self._lacking else ():
             self._lacking[name].pop(row, None)
             if not self._lacking[name]:
                 del self._lacking[name]

@@ -70,6 +70,8 @@ class SamplingParams:
         self._check_lists()
 
     def _check_lists(self) -> None:
+        if self.stop is None and self.stop_token_ids is None and self.logit_bias == {}:
+            return
         for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
             if value is not None and not isinstance(value, Sequence):
                 raise InvalidSampling(f"{name} is {value!r}; it must be a list")
@@ -168,10 +170,10 @@ MissReason = Literal["cold", "diverged", "evicted", "expired", "slow", "lost", "
 class Miss:
     """Why reuse ended where it did.
 
-    cold: nothing of this was seen before. diverged: what is known goes on differently from this token on. evicted: it was known, and its
-    pages were needed. expired: nobody used it for longer than the tiers below the pool keep it. slow: it is kept there, and was sooner
-    computed than loaded. lost: it was kept there and could not be read back, or a tier did not say what it has. other_tenant: the same
-    owner has it under another salt. too_short: a prompt of one token, which is always computed. off: reuse was ruled out, by the
+    cold: nothing of this was seen before. diverged: what is known goes on differently from this token on, or soon. evicted: it was known,
+    and its pages were needed. expired: nobody used it for longer than the tiers below the pool keep it. slow: it is kept there, and was
+    sooner computed than loaded. lost: it was kept there and could not be read back, or a tier did not say what it has. other_tenant: the
+    same owner has it under another salt. too_short: a prompt of one token, which is always computed. off: reuse was ruled out, by the
     configuration or because every prompt token's logprob was wanted.
     """
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..kv.plan import Numbers, RowView
 from ..kv.segment import Key, Lineage, Placement, Segment
@@ -104,9 +105,10 @@ class Row:
         """As the plan sees it: the same object until what it reads is another."""
         path = self.stem.path() if self.stem else ()
         imports = () if self.repair else self.imports
-        now = (path, self.pages, len(self.pages), self.settled, *(found.path() for found in imports))
+        paths = [found.path() for found in imports]
+        now = (path, self.pages, len(self.pages), self.settled, *paths)
         if self._view is None or self._viewed != now:
-            moved = [Placement(segment, found.want.run.shift) for found in imports for segment in found.path()]
+            moved = [Placement(segment, found.want.run.shift) for found, some in zip(imports, paths, strict=True) for segment in some]
             tail = tuple(self.pages[self.settled // page_size :])
             self._viewed = now
             self._view = RowView([*moved, *map(Placement, path)], tail, self.at + self.settled)
@@ -124,7 +126,8 @@ class Row:
     @property
     def repaired(self) -> int:
         """So many of those are computed again."""
-        return min(self.foreign, math.ceil(self.repair * self.foreign - 1e-6))
+        foreign = self.foreign if self.repair else 0
+        return min(foreign, math.ceil(self.repair * foreign - 1e-6))
 
     @property
     def repaired_end(self) -> int:
@@ -147,8 +150,7 @@ class Copy:
     tokens: int
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     rows: list[Row]
     starts: Numbers  # how many of its tokens each has computed before
     counts: list[int]  # tokens each computes
@@ -164,4 +166,4 @@ class Schedule:
     departure: Departing | None = None  # pages that it fills, and that are saved while it computes
 
     def again(self, changed: bool) -> "Schedule":
-        return replace(self, starts=self.starts + 1, copies=(), changed=changed, follows=True)
+        return self._replace(starts=self.starts + 1, copies=(), changed=changed, follows=True)

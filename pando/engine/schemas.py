@@ -1,6 +1,7 @@
 """The schemas of one engine: PML in, runs out, and what of them is in the cache."""
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class ModuleFacts:
 @dataclass
 class _Uses:
     prompts: int = 0
-    modules: dict[str, int] = field(default_factory=dict)
+    modules: Counter[str] = field(default_factory=Counter)
 
 
 class Schemas:
@@ -62,7 +63,7 @@ class Schemas:
         geometry = engine.model.decoder.geometry
         movable = geometry.freqs is not None or geometry.slopes is not None
         self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len, limits=limits)
-        self._uses: dict[str, _Uses] = {}
+        self._uses = defaultdict[str, _Uses](_Uses)
         self._repairs = WeakKeyDictionary[Schema, float]()  # where one was given
         self._lock = threading.Lock()
 
@@ -104,10 +105,9 @@ class Schemas:
     def bind(self, pml: str | bytes | Element, *, file: str = "prompt") -> tuple[Schema, Bound]:
         schema, bound = self.library.bind(pml, file=file)
         with self._lock:
-            uses = self._uses.setdefault(schema.name, _Uses())
+            uses = self._uses[schema.name]
             uses.prompts += 1
-            for path in bound.imported:
-                uses.modules[path] = uses.modules.get(path, 0) + 1
+            uses.modules.update(bound.imported)
         return schema, bound
 
     def parts(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[Run, ...], int | None, float]:

@@ -7,6 +7,8 @@ the plan.
 """
 
 import math
+from collections.abc import Sequence
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +22,10 @@ from . import triton_ops as ops
 from .gpu_hopper import BESIDE, Hopper, found
 from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
 from .launch import Launches, aligned, power_of_two
-from .reads import Reads, joined
+from .reads import Ints, Reads, joined
 from .reference import Geometry
 from .rope import turns
+from .staging import Staged
 
 LOG2_E = math.log2(math.e)
 ALONE_KEYS = 4  # that one query looks at together, while as many again are on their way, and as many behind those
@@ -68,9 +71,10 @@ class TritonLowering:
             self._small = self._small._replace(
                 warps=self._small.warps if self._small.heads > 1 else max(2, self._small.warps), registers=BESIDE
             )
-        self._room = {name: aligned(math.ceil(numbers.size * spare)) for name, numbers in tiles.arrays().items()}
+        self._room = {name: aligned(math.ceil(len(numbers) * spare)) for name, numbers in zip(tiles._fields, tiles.arrays, strict=False)}
         self._room["tiles"] = aligned(kernels.FIELDS * (self._grids[0] + self._grids[1]))  # one for every program, if only of zeros
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
+        self._staged = Staged(self._ints)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
         self._positions = torch.zeros(math.ceil(len(positions) * spare), dtype=torch.int64, device=place)
@@ -82,36 +86,35 @@ class TritonLowering:
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
         self._moves = math.ceil(len(tiles.moved) * spare)  # queries that are turned again, at most
         self._turn: Tensor | None = None
-        self._put(tiles)
+        self._put(tiles.arrays)
         self.begin(positions)
 
     def replace(self, reads: Reads, count: int) -> bool:
         """Takes another plan, for so many tokens, and answers whether it could: it may have no more of anything than there is room for. It
         begins with the next step."""
         tiles = self._cut(reads, count)
+        arrays = tiles.arrays
         fits = (
-            all(n <= most for n, most in zip(tiles.launches, self._grids, strict=True))
-            and all(numbers.size <= self._room[name] for name, numbers in tiles.arrays().items())
-            and tiles.parts <= len(self._parts)
-            and count <= len(self._positions)
+            all(map(le, tiles.launches, self._grids))
+            and all(map(le, map(len, arrays), self._room.values()))
+            and tiles.parts <= self._parts.shape[0]
+            and count <= self._positions.shape[0]
             and len(tiles.moved) <= self._moves
         )
         if fits:
-            self._put(tiles)
+            self._put(arrays)
         return fits
 
     def _cut(self, reads: Reads, count: int) -> Tiles:
         return Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
 
-    def _put(self, tiles: Tiles) -> None:
-        """One copy for all arrays, from pinned memory, which torch keeps until it was read: the step that runs meanwhile is not waited
-        for. What is not filled is zero."""
-        here = torch.zeros(len(self._ints), dtype=torch.int32, pin_memory=self._ints.is_cuda)
-        host, offset = here.numpy(), 0
-        for name, numbers in tiles.arrays().items():
-            host[offset : offset + numbers.size] = numbers.reshape(-1)
-            offset += self._room[name]
-        self._ints.copy_(here, non_blocking=True)
+    def _put(self, arrays: Sequence[Ints]) -> None:
+        """One copy for all arrays. What is not filled is zero."""
+        host, offset = self._staged.zeros(), 0
+        for numbers, room in zip(arrays, self._room.values(), strict=True):
+            host[offset : offset + len(numbers)] = numbers
+            offset += room
+        self._staged.send()
 
     def begin(self, positions: Tensor) -> None:
         self._positions[: len(positions)].copy_(positions)

@@ -1,5 +1,6 @@
 """Reads, cut into tiles for a GPU: runs of keys and the packed queries that look at them, in int32 arrays."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,8 @@ FEWEST = 1 / 3  # small tiles for each processor, up to which another launch cos
 FEW = 4  # the same, up to which memory waits for them, and not they for memory
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
-LONG, UNSEEN = (
-    256,
-    12,
-)  # the same, where so many keys of each are still to be written; those differ from step to step, but hardly on average
+LONG = 256  # the same, where some keys of each are still to be written,
+UNSEEN = 12  # so many: those differ from step to step, but hardly on average
 LONELY = 32  # small tiles for each processor from which on those of one query need no products
 
 
@@ -49,6 +48,7 @@ class Size(NamedTuple):
     heads: int = 1  # that a program looks at
 
 
+SMALL = Size(LEAST_ROWS, crowd=4)
 # One program fills a processor, but for the registers and the memory that a program of small tiles needs beside it.
 LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, crowd=1, leaves=True)
 # One warp each, so that very many wait for memory at the same time.
@@ -70,12 +70,13 @@ def unsupported(geometry: Geometry, page_size: int) -> str | None:
 def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int) -> tuple[Size, Size]:
     """Large and small tiles that suit these reads. A plan with little to do takes one size, and one launch."""
     group, heads = geometry.heads // geometry.kv_heads, geometry.kv_heads
-    small = Size(max(LEAST_ROWS, power_of_two(group)), crowd=4)
+    small = SMALL if group <= SMALL.rows else SMALL._replace(rows=power_of_two(group))
     rows = reads.brought * group
     is_large = rows > small.rows
-    work = int((rows * reads.tokens)[is_large].sum()) * heads
-    narrow = dtype.itemsize == 2 and wide(geometry) <= 128
-    each = (len(reads) - np.count_nonzero(is_large)) * heads / processors
+    products = np.multiply(rows, reads.tokens, dtype=np.int64)[is_large]
+    work = int(np.add.reduce(products)) * heads
+    narrow = dtype.itemsize == 2 and geometry.head_dim <= 128
+    each = (len(reads) - len(products)) * heads / processors
     if small.rows == SHORT.rows and each > FEW:
         tokens = reads.tokens[~is_large]
         if tokens.mean() <= (LONG if reads.unseen > UNSEEN * len(tokens) else END):
@@ -83,10 +84,10 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
             small = LONE if lone else SHORT
     if narrow and work > PAYS * processors:
         return LARGEST, small
-    large = Size(max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2))
+    most = max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
     if not narrow or not work or each > FEW:
-        return large, small
-    large = large._replace(stages=3)
+        return Size(most), small
+    large = Size(most, stages=3)
     return large, large if each <= FEWEST else small
 
 
@@ -114,72 +115,81 @@ class Tiles(NamedTuple):
     starts: Ints  # of their parts
     moved: Ints  # of the pairs whose placement is shifted: which of the step's tokens
     shifts: Ints  # and how far
+    launches: tuple[int, int, int]  # large tiles, small ones, and tokens to merge
     parts: int
 
-    def arrays(self) -> dict[str, Ints]:
-        """Those that lie on the device."""
-        return dict(zip(self._fields[:-1], self[:-1], strict=True))
-
     @property
-    def launches(self) -> tuple[int, int, int]:
-        """Large tiles, small ones, and tokens to merge."""
-        large, every, tokens = self.counts.tolist()
-        return large, every - large, tokens
+    def arrays(self) -> tuple[Ints, ...]:
+        """Those that lie on the device."""
+        return self.counts, self.tiles.ravel(), *self[2:-2]
 
     @classmethod
     def cut(cls, reads: Reads, count: int, geometry: Geometry, large: Size, small: Size, processors: int) -> "Tiles":
         group, queries = geometry.heads // geometry.kv_heads, reads.brought
-        there = (queries > 0) & (reads.tokens > 0)
-        is_large = there & (queries * group > small.rows) if large != small else np.zeros(len(reads), np.bool_)
-        few = _tile(reads, (there & ~is_large).nonzero()[0], small, geometry, processors, 0.0)
-        fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors if large.leaves else 0.0
-        many = _tile(reads, is_large.nonzero()[0], large, geometry, processors, fetching)
-        tiles = np.concatenate((many, few))
+        facts = np.array((reads.page_starts[:-1], reads.query_starts[:-1], queries, reads.tokens, reads.first))  # [5, R]
+        room, first = facts[3:].repeat(queries, 1)
+        if np.count_nonzero(facts[2:4]) < 2 * len(reads):  # of no queries, or no keys
+            facts = facts.compress(facts[2:4].all(0), 1)
+        if large == small:
+            tiles, larger = _tile(facts, reads, small, geometry, processors, 0.0), 0
+        else:
+            is_few = facts[2] * group <= small.rows
+            few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors, 0.0)
+            fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors if large.leaves else 0.0
+            many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching)
+            tiles, larger = np.concatenate((many, few)), len(many)
         widths = tiles[:, 5]
-        tiles[:, 6] = widths.cumsum() - widths
-        owners = reads.queries[_spread(tiles[:, 4], widths)]
+        begins = widths.cumsum() - widths
+        tiles[:, 6] = begins
+        pairs = (tiles[:, 4] - begins).repeat(widths)
+        owners = reads.queries[pairs + np.arange(len(pairs))]
         parts_of = np.bincount(owners, minlength=count)
         places = -1 - owners
-        several = (parts_of[owners] > 1).nonzero()[0]
-        order = several[owners[several].argsort(kind="stable")]
-        places[order] = np.arange(len(order), dtype=np.int32)
         tokens = (parts_of != 1).nonzero()[0]
+        order = owners.astype(np.min_scalar_type(count)).argsort(kind="stable")  # the narrower, the faster
+        if len(tokens) < count:
+            order = order[parts_of[owners[order]] > 1]
+        places[order] = np.arange(len(order), dtype=np.int32)
         moved = reads.shifts.nonzero()[0] if geometry.freqs is not None else np.zeros(0, dtype=np.int64)
         query = reads.queries.copy()
         query[moved] = np.arange(count, count + len(moved), dtype=np.int32)
         starts = np.zeros(len(tokens) + 1, dtype=np.int32)
-        parts_of[tokens].cumsum(out=starts[1:])
+        starts[1:] = parts_of[tokens].cumsum()
         return cls(
-            counts=np.array([len(many), len(tiles), len(tokens)], dtype=np.int32), tiles=tiles, pages=reads.pages,
-            query=query, reader=reads.queries, base=reads.first.repeat(queries) + reads.shifts, room=reads.tokens.repeat(queries),
+            counts=np.array([larger, len(tiles), len(tokens)], dtype=np.int32), tiles=tiles, pages=reads.pages,
+            query=query, reader=reads.queries, base=first + reads.shifts, room=room,
             places=places, tokens=tokens.astype(np.int32), starts=starts,
-            moved=reads.queries[moved], shifts=reads.shifts[moved], parts=len(order),
+            moved=reads.queries[moved], shifts=reads.shifts[moved],
+            launches=(larger, len(tiles) - larger, len(tokens)), parts=len(order),
         )  # fmt: skip
 
 
-def _tile(reads: Reads, which: NDArray[np.int64], size: Size, geometry: Geometry, processors: int, meanwhile: float) -> Ints:
-    """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next."""
-    if not len(which):
+def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors: int, meanwhile: float) -> Ints:
+    """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next. `facts` of each:
+    where its pages are listed, where its pairs are, how many, and its keys."""
+    _, _, queries, tokens, _ = facts
+    if not len(tokens):
         return np.zeros((0, kernels.FIELDS), dtype=np.int32)
-    queries, tokens = reads.brought[which], reads.tokens[which]
     pairs = size.rows // (geometry.heads // geometry.kv_heads)
-    across = -(-queries // pairs)
-    slow = 1 + size.leaves * len(which) / max(1, int(across.sum()))  # what only one tile asks for comes no faster than what others fetch
+    across = (queries + (pairs - 1)) // pairs
+    slow = 1.0  # what only one tile asks for comes no faster than what others fetch
+    if size.leaves:
+        slow += len(tokens) / int(across.sum())
     keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size.crowd, processors, slow, meanwhile)
-    if meanwhile and len(which) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
+    if meanwhile and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
         keys += int(min(LEAN * meanwhile, keys / 4)) // SHORTEST * SHORTEST
-    count = across * -(-tokens // keys)
-    owner = np.arange(len(which)).repeat(count)
-    local = np.arange(len(owner)) - (count.cumsum() - count)[owner]
-    cut, slice_ = np.divmod(local, across[owner])
+    count = across * ((tokens + (keys - 1)) // keys)
+    begin = (count.cumsum() - count).repeat(count)
+    cut, slice_ = np.divmod(np.arange(len(begin)) - begin, across.repeat(count))
+    page, pair, queries, tokens, _ = facts.repeat(count, 1)
     start, ahead = cut * keys, slice_ * pairs
-    tiles = np.zeros((len(owner), kernels.FIELDS), dtype=np.int32)
-    tiles[:, 0] = reads.page_starts[which][owner]
+    tiles = np.zeros((len(begin), kernels.FIELDS), dtype=np.int32)
+    tiles[:, 0] = page
     tiles[:, 1] = start
-    tiles[:, 4] = reads.query_starts[which][owner] + ahead
-    tiles[:, 5] = np.minimum(pairs, queries[owner] - ahead)
-    tiles[:, 7] = np.minimum(start + keys, tokens[owner])
-    tiles[:, 8] = reads.pages[tiles[:, 0] + start // reads.page_size]
+    tiles[:, 4] = pair + ahead
+    tiles[:, 5] = np.minimum(queries - ahead, pairs)
+    tiles[:, 7] = np.minimum(start + keys, tokens)
+    tiles[:, 8] = reads.pages[page + start // reads.page_size]
     return tiles
 
 
@@ -189,18 +199,30 @@ def _keys_of_a_tile(across: Ints, parts: Ints, tokens: Ints, crowd: int, process
 
     For each read: its tiles if it is not cut, and the parts it has then.
     """
-    longest = max(KEYS, int(tokens.max()))
-    cuts = np.maximum(SHORTEST, -(-longest // PIECES // KEYS) * KEYS)
-    cuts = cuts[_begins(cuts)]
+    longest = max(KEYS, int(np.maximum.reduce(tokens)))
+    cuts = _cuts(-(-longest // KEYS))
+    if len(cuts) == 1:
+        return int(cuts[0])
     if len(tokens) > len(PIECES):
         across, parts, tokens = _together(across, parts, tokens)
-    times = -(-tokens // cuts[:, None])  # that a read of each length is cut
-    tiles, more = times @ across, (times - 1) @ parts
+    times = (tokens - 1) // cuts[:, None]  # [C, R]: that a read of each length is cut
+    tiles, more = times.dot(across) + np.add.reduce(across), times.dot(parts)
     each = tiles / processors
-    rounds = np.ceil(each) * (tokens.astype(np.int64) @ across / tiles + OVERHEAD)
+    rounds = np.ceil(each) * (int(tokens.astype(np.int64).dot(across)) / tiles + OVERHEAD)
     last = np.minimum(cuts, longest) * np.minimum(np.maximum(each, 1), crowd) + OVERHEAD
-    done = np.maximum(np.maximum(rounds, last) * slow, meanwhile)
-    return int(cuts[(done + PART * more / processors + MERGE * (more > 0)).argmin()])
+    done = np.maximum(rounds, last)
+    if slow > 1 or meanwhile:
+        done = np.maximum(done * slow, meanwhile)
+    done += more * (PART / processors)
+    done[1:] += MERGE  # the first length cuts none
+    return int(cuts[done.argmin()])
+
+
+@lru_cache(maxsize=4096)
+def _cuts(blocks: int) -> NDArray[np.int64]:
+    """The lengths that so many blocks of keys may be cut into, the longest first."""
+    cuts = np.maximum(SHORTEST, -(-blocks // PIECES) * KEYS)
+    return cuts[_begins(cuts)]
 
 
 def _together(across: Ints, parts: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
@@ -215,11 +237,3 @@ def _begins(numbers: Ints) -> NDArray[np.bool_]:
     begins = np.ones(len(numbers), np.bool_)
     np.not_equal(numbers[1:], numbers[:-1], out=begins[1:])
     return begins
-
-
-def _spread(starts: Ints, counts: Ints) -> NDArray[np.int64]:
-    """starts[0], starts[0] + 1, ..., for each of them as many as counted."""
-    ends = counts.cumsum()
-    found: NDArray[np.int64] = (starts - ends + counts).repeat(counts)
-    found += np.arange(len(found))
-    return found

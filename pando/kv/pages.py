@@ -18,8 +18,10 @@ class Pages:
 
     def reset(self) -> None:
         """Nobody owns any page."""
-        self._free: NDArray[np.bool_] = np.ones(self.count, dtype=bool)
-        self._claimed: NDArray[np.bool_] = np.zeros(self.count, dtype=bool)
+        framed = np.zeros(self.count + 2, dtype=bool)
+        framed[1:-1] = True
+        self._framed_free, self._framed_open = framed, framed.copy()  # open: nobody claims it, either; runs end at the frame
+        self._free, self._open = self._framed_free[1:-1], self._framed_open[1:-1]
         self.free = self.count
 
     def withhold(self, pages: Iterable[int]) -> None:
@@ -43,40 +45,38 @@ class Pages:
             run = range(start, min(stop, start + count - len(taken)))
             taken.extend(run)
             self._mark(run)
-            self._claimed[run.stop : min(stop, run.stop + expect)] = True
+            self._open[run.stop : min(stop, run.stop + expect)] = False
         return taken
 
     def give(self, pages: Iterable[int]) -> None:
         for page in pages:
             assert not self._free[page], f"page {page} given back twice"
-            self._free[page] = True
+            self._free[page] = self._open[page] = True
             self.free += 1
 
     def unclaim(self, last: int) -> None:
         """The row whose last page this is will not grow any more."""
         page = last + 1
-        while page < self.count and self._free[page] and self._claimed[page]:
-            self._claimed[page] = False
+        while page < self.count and self._free[page] and not self._open[page]:
+            self._open[page] = True
             page += 1
 
     def _mark(self, pages: Iterable[int]) -> None:
         for page in pages:
-            self._free[page] = self._claimed[page] = False
+            self._free[page] = self._open[page] = False
             self.free -= 1
 
     def _hole(self, count: int, expect: int) -> tuple[int, int]:
         """The tightest free run with room to grow; else the largest one nobody claims; else the largest."""
-        starts, stops = _runs(self._free & ~self._claimed)
+        starts, stops = _runs(self._framed_open)
         if not len(starts):
-            starts, stops = _runs(self._free)
+            starts, stops = _runs(self._framed_free)
         lengths = stops - starts
         roomy = (lengths >= count + expect).nonzero()[0]
         best = roomy[lengths[roomy].argmin()] if len(roomy) else lengths.argmax()
         return int(starts[best]), int(stops[best])
 
 
-def _runs(flags: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    framed = np.zeros(len(flags) + 2, dtype=bool)
-    framed[1:-1] = flags
+def _runs(framed: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     edges = (framed[1:] != framed[:-1]).nonzero()[0]
     return edges[0::2], edges[1::2]

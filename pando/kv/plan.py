@@ -6,13 +6,15 @@ linked to the same segment, which has no further readers, continues that one: su
 so a chain is shared only where that pays; otherwise its entries join the private runs of their rows, and there, too, linked entries are one
 read.
 
-Nothing here loops over entries in Python: a view keeps its own as bytes, and a thousand of those are joined and read as one array.
+Where there are several rows, nothing here loops over entries in Python: a view keeps its own as bytes, and a thousand of those are joined
+and read as one array.
 """
 
 import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
@@ -42,7 +44,8 @@ class Entries(NamedTuple):
 
 def _place(placement: Placement) -> tuple[bool, int, int]:
     """Unmoved ones last: the tail may go on where they end."""
-    return placement.shift == 0, placement.shift, placement.segment.first
+    segment, shift = placement
+    return shift == 0, shift, segment.first
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,12 @@ class RowView:
     def __post_init__(self) -> None:
         facts, pages, seen = [], [], set()
         for placement in sorted(self.placements, key=_place):
-            segment = placement.segment
+            segment, shift = placement
             while segment in seen:
                 segment = segment.again
             seen.add(segment)
-            if segment.tokens:
-                facts.append(FACTS.pack(id(segment), placement.shift, segment.first, len(segment.tokens), len(segment.pages)))
+            if tokens := len(segment.tokens):
+                facts.append(FACTS.pack(id(segment), shift, segment.first, tokens, len(segment.pages)))
                 pages.append(segment.page_bytes)
         facts.append(FACTS.pack(TAIL, 0, self.tail_first, 0, len(self.tail)))
         pages.append(array("i", self.tail).tobytes())
@@ -136,10 +139,10 @@ class Plan:
 
 
 def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostModel = DEFAULT) -> Plan:
+    if len(rows) < 2:
+        return _flat(rows, page_size)
     entries, pages = _entries(rows, page_size)
     linked = _linked(entries, page_size)
-    if len(rows) < 2:
-        return _flat(entries, pages, linked, page_size)
     segment, origin, readers = _segments(entries.name)
     continues = _continues(linked, segment, origin, readers)
     heads, chain = np.flatnonzero(~continues), np.cumsum(~continues) - 1
@@ -176,19 +179,29 @@ def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostMode
     )
 
 
-def _flat(entries: Entries, pages: Ints, linked: Flags, page_size: int) -> Plan:
-    """Nothing is shared: each run of linked entries is a read, and their pages stand in order already."""
-    starts = (~linked).nonzero()[0]
+def _flat(rows: Sequence[RowView], page_size: int) -> Plan:
+    """Of one row, or none: each run of linked entries is a read, and their pages stand in order already."""
+    tokens, first, shifts, pages = list[int](), list[int](), list[int](), list[int]()
+    for name, shift, start, length, count in FACTS.iter_unpack(b"".join([row.facts for row in rows])):
+        length = count * page_size if name == TAIL else length
+        if tokens and shift == shifts[-1] and start == first[-1] + tokens[-1] and tokens[-1] % page_size == 0:
+            tokens[-1] += length
+            pages[-1] += count
+        elif length:
+            tokens.append(length)
+            first.append(start)
+            shifts.append(shift)
+            pages.append(count)
     return Plan(
         page_size=page_size,
         shared=0,
-        pages=pages,
-        page_starts=_starts(_sums(entries.pages, starts)).astype(np.int32),
-        tokens=_sums(entries.tokens, starts).astype(np.int32),
-        first=entries.first[starts].astype(np.int32),
-        rows=entries.row[starts].astype(np.int32),
-        row_starts=np.arange(len(starts) + 1, dtype=np.int32),
-        shifts=entries.shift[starts].astype(np.int32),
+        pages=np.frombuffer(b"".join([row.pages for row in rows]), np.int32),
+        page_starts=np.array([0, *accumulate(pages)], np.int32),
+        tokens=np.array(tokens, np.int32),
+        first=np.array(first, np.int32),
+        rows=np.zeros(len(tokens), np.int32),
+        row_starts=np.arange(len(tokens) + 1, dtype=np.int32),
+        shifts=np.array(shifts, np.int32),
     )
 
 

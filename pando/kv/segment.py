@@ -9,14 +9,15 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, compress, count
 from operator import ne
-from typing import overload
+from typing import NamedTuple, overload
 
 Key = bytes  # 32 bytes
 
 
+@lru_cache(maxsize=256)
 def root_key(model: bytes, salt: bytes) -> Key:
     """The empty context of one tenant of one model. Lengths are part of the digest, so that no two pairs collide."""
     return hashlib.sha256(b"pando" + len(model).to_bytes(8, "little") + model + salt).digest()
@@ -31,8 +32,7 @@ def page_key(context: Key, tokens: Sequence[int]) -> Key:
     return hashlib.sha256(context + packed(tokens)).digest()
 
 
-@dataclass(frozen=True)
-class Lineage:
+class Lineage(NamedTuple):
     """Whose context it is. The first `public` pages are everyone's: their keys grow from `root`. From there on they grow from `owner`, too,
     so that tenants who begin with the same public text share that, and nothing behind it."""
 
@@ -130,8 +130,7 @@ class Segment:
         return len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """A segment in a request, `shift` positions behind where it was stored. No cached byte moves: readers rotate their queries."""
 
     segment: Segment

@@ -112,8 +112,11 @@ class PrefixTree:
     def was_evicted(self, key: Key) -> bool:
         return key in self._evicted
 
-    def match(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: float, *, first: int = 0) -> Match:
-        """The longest known prefix of at most `limit` tokens. A stem that the match ends inside of is cut in two."""
+    def match(
+        self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: float, *, first: int = 0, least: int = 1
+    ) -> Match:
+        """The longest known prefix of at most `limit` tokens. A stem that the match ends inside of is cut in two. `least`: of a page that
+        goes on differently, fewer tokens are not worth it."""
         stem, page = self.root(lineage.root, first), 0
         whole = min(len(keys), limit // self.page_size)
         while page < whole and (child := stem.children.get(keys[page])) is not None:
@@ -124,12 +127,22 @@ class PrefixTree:
         rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
         best, source, owners = 0, None, self._owners(stem, lineage.owner)
         for child in stem.beginning(rest[0]) if rest else ():
-            if child.owner in owners and (shared := shared_length(_said(child)[0], rest)) > best:
+            said = _said(child)[0]
+            if child.owner in owners and (shared := shared_length(said, rest)) > best and shared >= min(least, len(said), len(rest)):
                 best, source = shared, child
         if source is None:
             return Match(stem, diverges=any(child.owner in owners for child in stem.children.values()))
         source.used = now
         return Match(stem, source, best, diverges=len(source.segment) > best or bool(source.children))
+
+    def ending(self, root: Key, last: Key, now: float) -> Stem | None:
+        """The stem that ends with a whole page, if the chain to it begins at this root: what `match` would find, sooner."""
+        stem = found = self._whole.get(last)
+        if stem is None or stem.segment.key != last:
+            return None
+        while stem.parent is not None:
+            stem.used, stem = now, stem.parent
+        return found if stem.segment.key == root else None
 
     def _owners(self, stem: Stem, owner: Key) -> tuple[Key, Key]:
         """Whose children an owner may compare tokens with: its own, and everyone's."""

@@ -53,7 +53,7 @@ def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt",
     steps = reading.steps(element, schema.outline.root)
     walk = _Walk(schema, reading, element.at)
     walk.prompt(steps)
-    return _bound(schema, walk.placed, tuple(module.path for module in reading.imported), element.at)
+    return _bound(schema, walk.placed, tuple([module.path for module in reading.imported]), element.at)
 
 
 class _Placed(NamedTuple):
@@ -113,8 +113,9 @@ class _Walk:
                     )
             else:
                 target = len(items) if i > last else max(cursor, lead)
-            self._always(items[cursor:target], module)
-            cursor = max(cursor, target)
+            if cursor < target:
+                self._always(items[cursor:target], module)
+                cursor = target
             if isinstance(step, Import):
                 cursor += 0 if free else 1
                 self._scope(step.module, step.steps)
@@ -140,18 +141,19 @@ class _Walk:
             at, what = self.reading.imported.get(module, self.at), f"<{module.name}>" if module.name else "the schema"
             raise at.wrong(f"{what} has <{words.roles[0]}>, and stands here inside <{self.open_role[0]}>; move it out, roles do not nest")
         self.history += words.roles
-        home = self.schema.laid.home.get(words)
+        laid = self.schema.laid
+        home = laid.home.get(words)
         if home is not None:
             start = self._start(home.position)
             run = self._joint.get(words, home)
-            name = module.path if module.name else OPENING if home is self.schema.laid.opening else ANONYMOUS
+            name = module.path if module.name else OPENING if home is laid.opening else ANONYMOUS
             self._place(run if run.position == start else run.moved(start), name)
             self.new_at = None
         self.closed = words.closes
 
     def _start(self, fixed: int) -> int:
         """Where the next text of the schema stands. In a fixed layout it must not have been reached yet."""
-        if self.schema.layout == "compact":
+        if self.schema.outline.layout == "compact":
             return self.position
         while self.position > fixed and self.placed and self.placed[-1].blank:  # a space between two imports is no text
             self.position = self.placed.pop().run.position
@@ -182,7 +184,7 @@ class _Walk:
 
     def _place(self, run: Run, name: str, blank: bool = False) -> None:
         self.closed = None
-        if len(run):
+        if run.tokens:
             self.placed.append(_Placed(run, name, blank))
             self.position = run.end
 
@@ -200,18 +202,18 @@ def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...],
         )
     groups: list[list[_Placed]] = []
     for one in placed:
-        new = one.run.origin is None and bool(groups) and groups[-1][-1].run.origin is None
-        if new and groups[-1][-1].run.end == one.run.position:
+        last = groups[-1][-1].run if one.run.origin is None and groups else None
+        if last is not None and last.origin is None and last.end == one.run.position:
             groups[-1].append(one)
         else:
             groups.append([one])
-    runs = tuple(group[0].run if len(group) == 1 else _joined(group) for group in groups)
-    names = tuple(" + ".join(dict.fromkeys(one.name for one in group)) for group in groups)
-    return Bound(runs, names, imported, _exact([one.run for one in placed]))
+    found = [group[0] if len(group) == 1 else _joined(group) for group in groups]
+    return Bound(tuple([one.run for one in found]), tuple([one.name for one in found]), imported, _exact([one.run for one in placed]))
 
 
-def _joined(group: Sequence[_Placed]) -> Run:
-    return Run(tuple(chain.from_iterable(one.run.tokens for one in group)), group[0].run.position)
+def _joined(group: Sequence[_Placed]) -> _Placed:
+    run = Run(tuple(chain.from_iterable(one.run.tokens for one in group)), group[0].run.position)
+    return _Placed(run, " + ".join(dict.fromkeys(one.name for one in group)))
 
 
 def _exact(runs: Sequence[Run]) -> bool:

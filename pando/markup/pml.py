@@ -58,14 +58,12 @@ class Place(NamedTuple):
         return self.source.wrong(message, self.line, self.column)
 
 
-@dataclass(frozen=True, eq=False)
-class Text:
+class Text(NamedTuple):
     text: str  # as it is tokenized: indentation is gone
     at: Place
 
 
-@dataclass(frozen=True, eq=False)
-class Element:
+class Element(NamedTuple):
     name: str
     attributes: Mapping[str, str]
     children: tuple["Element | Text", ...]
@@ -110,15 +108,14 @@ def _decoded(text: str | bytes, file: str, limits: Limits) -> str:
     return text.removeprefix("\ufeff")
 
 
-class _Open:
+class _Open(NamedTuple):
     """An element whose end has not come."""
 
-    def __init__(self, name: str, attributes: dict[str, str], at: Place, preserve: bool) -> None:
-        self.name = name
-        self.attributes = attributes
-        self.at = at
-        self.preserve = preserve
-        self.children: list[Element | Text] = []
+    name: str
+    attributes: dict[str, str]
+    at: Place
+    preserve: bool
+    children: list[Element | Text]
 
 
 class _Reader:
@@ -142,29 +139,37 @@ class _Reader:
         return Place(self.source, self.parser.CurrentLineNumber, self.parser.CurrentColumnNumber + 1)
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
-        at = self.here()
-        self.finish_text()
+        at, limits = self.here(), self.limits
+        if self.words_at is not None:
+            self.finish_text(self.words_at)
         self.elements += 1
-        if self.elements > self.limits.elements:
-            raise at.wrong(f"more than {self.limits.elements:,} elements; split the document")
-        if len(self.open) >= self.limits.depth:
-            raise at.wrong(f"elements are nested deeper than {self.limits.depth}; flatten the document")
+        if self.elements > limits.elements:
+            raise at.wrong(f"more than {limits.elements:,} elements; split the document")
+        if len(self.open) >= limits.depth:
+            raise at.wrong(f"elements are nested deeper than {limits.depth}; flatten the document")
         for word in (name, *attributes):
-            if len(word) > self.limits.name:
-                raise at.wrong(f"a name of {len(word):,} characters; at most {self.limits.name} are allowed")
+            if len(word) > limits.name:
+                raise at.wrong(f"a name of {len(word):,} characters; at most {limits.name} are allowed")
+        preserve = bool(self.open) and self.open[-1].preserve
+        if attributes:
+            preserve = self.checked(attributes, at, preserve)
+        self.open.append(_Open(name, attributes, at, preserve, []))
+
+    def checked(self, attributes: dict[str, str], at: Place, preserve: bool) -> bool:
+        """Without what is said of white space; answers whether that is preserved."""
         for word, value in attributes.items():
             if len(value) > self.limits.value:
                 raise at.wrong(f"the value of {word} has {len(value):,} characters; at most {self.limits.value:,} are allowed")
         space = attributes.pop("xml:space", None)
         if space not in (None, "preserve", "default"):
             raise at.wrong(f'xml:space is "{clipped(space)}"; it is "preserve" or "default"')
-        inherited = bool(self.open) and self.open[-1].preserve
-        self.open.append(_Open(name, attributes, at, inherited if space is None else space == "preserve"))
+        return preserve if space is None else space == "preserve"
 
     def end(self, _: str) -> None:
-        self.finish_text()
-        done = self.open.pop()
-        element = Element(done.name, done.attributes, tuple(done.children), done.at)
+        if self.words_at is not None:
+            self.finish_text(self.words_at)
+        name, attributes, at, _preserve, children = self.open.pop()
+        element = Element(name, attributes, tuple(children), at)
         if self.open:
             self.open[-1].children.append(element)
         else:
@@ -175,10 +180,8 @@ class _Reader:
             self.words_at = self.here()
         self.words.append(text)
 
-    def finish_text(self) -> None:
-        if self.words_at is None:
-            return
-        raw, at = "".join(self.words), self.words_at
+    def finish_text(self, at: Place) -> None:
+        raw = "".join(self.words)
         self.words, self.words_at = [], None
         if not self.open:  # a comment before the root
             return

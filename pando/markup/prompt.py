@@ -79,8 +79,9 @@ class Reading:
         self.imported[module] = element.at
         if union is not None:
             self._chosen[union] = module
-        self._arguments(element, module)
-        return Import(module, self.steps(element, module), element.at)
+        if element.attributes or module.params:
+            self._arguments(element, module)
+        return Import(module, self.steps(element, module) if element.children else (), element.at)
 
     def _unknown(self, name: str, parent: Module) -> str:
         if name in WORDS_OF_PML:

@@ -85,7 +85,7 @@ class Reader:
         if len(scaffolds) > MAX_SCAFFOLDS:
             raise scaffolds[MAX_SCAFFOLDS].wrong(f"{len(scaffolds)} scaffolds; a schema has at most {MAX_SCAFFOLDS}")
         rest = tuple(child for child in element.children if isinstance(child, Text) or child.name != "scaffold")
-        root = self._module(replace(element, children=rest), "", _Scope("", encode, True), [], opens=True)
+        root = self._module(element._replace(children=rest), "", _Scope("", encode, True), [], opens=True)
         if order == "free":
             _only_opens(root)
         found = tuple((self._scaffold(child, root), child.at) for child in scaffolds)
@@ -163,7 +163,7 @@ class Reader:
         if "src" in element.attributes:
             text = self._sources.read(element)
             self._note("src", text)
-            element = replace(element, children=(Text(text, element.at),) if text else ())
+            element = element._replace(children=(Text(text, element.at),) if text else ())
         if not name and (inner.encode, inner.cached) == (scope.encode, scope.cached):
             self._fill(items, element, inner, history, opens)
             return

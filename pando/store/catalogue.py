@@ -10,6 +10,7 @@ from .keeper import Found, Part, Sought, end_parent
 from .ledger import Ledger
 from .tier import Lost, Tier
 
+WORTH_LOADING = 8  # of a page, one in so many tokens of a short end: fewer are sooner computed, unless no more are wanted
 REMEMBERED = 2**16  # keys of pages that expired: to tell them from what was never there
 
 
@@ -66,7 +67,8 @@ class Catalogue:
     ) -> tuple[Part | None, int]:
         """The short end behind a page that has most in common with the rest of a row's tokens; and how many. `silent`: tiers that do not
         answer."""
-        best, found, rest = 0, None, tuple(rest)
+        found, rest = None, tuple(rest)
+        best = min(len(rest), max(1, self._page_size // WORTH_LOADING)) - 1
         for parent in {end_parent(before, owner) for owner in owners} if rest else ():
             for tier in [tier for tier in tiers if tier.name not in silent]:
                 try:
@@ -80,7 +82,7 @@ class Catalogue:
                     shared = shared_length(card.tokens, rest)
                     if shared > best and card.key not in self._hidden and page_key(card.parent, card.tokens) == card.key:
                         best, found = shared, Part(card, tier.name)
-        return found, best
+        return found, best if found is not None else 0
 
     def hide(self, keys: Sequence[Key]) -> None:
         """They are about to be removed from a tier."""

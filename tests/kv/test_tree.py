@@ -66,6 +66,35 @@ def test_the_longest_of_several_continuations_is_copied() -> None:
     assert (match.page, match.tokens) == (2, 3)
 
 
+def test_a_page_that_soon_goes_on_differently_may_not_be_worth_copying() -> None:
+    tree, lineage = PrefixTree(PAGE), Lineage.of(ROOT)
+    remember(tree, [0, 1, 2, 3, 4, 5], [7, 8])
+    remember(tree, [0, 1, 2, 3, 9], [7, 6])
+
+    def copied(*tokens: int) -> tuple[int | None, int]:
+        match = tree.match(lineage, keys_of([*tokens]), tokens, len(tokens), 0, least=2)
+        return match.page, match.tokens
+
+    assert copied(0, 1, 2, 3, 4, 9) == (None, 0)
+    assert copied(0, 1, 2, 3, 4, 5, 9) == (8, 2)
+    assert copied(0, 1, 2, 3, 9, 9) == (6, 1), "all of what is known is continued"
+    assert copied(0, 1, 2, 3, 4) == (8, 1), "all that is wanted is known"
+
+
+def test_what_ends_with_a_page_is_found_by_that_alone_where_it_begins_at_the_root() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(16))
+    keys = keys_of(tokens)
+    remember(tree, tokens, [1, 2, 3, 4])
+    assert tree.ending(ROOT, keys[1], 5) is None, "a stem goes on from there"
+    assert pages_of(find(tree, tokens[:8])) == [1, 2]
+    for last in (1, 3):
+        found = tree.ending(ROOT, keys[last], 5)
+        assert found is find(tree, tokens[: (last + 1) * PAGE], now=5).stem and found.used == 5
+    assert tree.ending(keys[0], keys[3], 5) is None and tree.ending(ROOT, keys_of([9] * PAGE)[0], 5) is None
+    tree.clear()
+    assert tree.ending(ROOT, keys[3], 6) is None
+
+
 def test_a_limit_leaves_the_last_token_to_be_computed() -> None:
     tree = PrefixTree(PAGE)
     tokens = list(range(8))
