@@ -94,7 +94,7 @@ class Holding:
             return False
         worth = max(WORTH_WAITING, min(self._copied, len(row.tokens) - 1))
         start = row.tokens[:worth]
-        busy = [other for other in others if other.tokens[:worth] == start and (other.behind > 1 or other.load is not None)]
+        busy = [other for other in others if (other.behind > 1 or other.load is not None) and other.tokens[:worth] == start]
         if not busy:
             return False
         self.extend_keys(row)
@@ -217,7 +217,7 @@ class Holding:
     def _ahead(self, row: Row, limit: int, running: Iterable[Row]) -> tuple[int, int]:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
         own, best = row.tokens[row.settled : limit], (0, 0)
-        for other in running:
+        for other in running if own else ():
             if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled and other.load is None:
                 there = other.tokens[other.settled : other.computed]
                 same = shared_length(own, there)
