@@ -27,7 +27,7 @@ from ..kv.run import Origin, Run
 from ..kv.segment import Segment
 from ..model.load import Model, load
 from .judge import Listener
-from .measure import Result, as_json, bounded, compared, interleave, machine, table, told
+from .measure import Result, Samples, as_json, bounded, compared, interleave, machine, table, told
 from .workloads import DATA_VARIABLE, gather
 
 RECOMPUTED, MOVED, ROOTLESS, NAIVE = "recomputed", "moved", "moved without the first tokens", "naive"
@@ -106,17 +106,18 @@ class Bench:
     def perplexity(self) -> list[Result]:
         """Of the tokens behind each window, given that window less half of it."""
         stride = len(self._tokens) // self._sizes.windows
-        nats = dict.fromkeys((RECOMPUTED, MOVED, ROOTLESS, NAIVE), 0.0)
+        nats: Samples = {way: [] for way in (RECOMPUTED, MOVED, ROOTLESS, NAIVE)}
         for number in range(self._sizes.windows):
             for way, surprise in self._window(self._tokens[number * stride :]).items():
-                nats[way] += surprise
-            so_far = {way: _perplexity(each, (number + 1) * self._sizes.scored) for way, each in nats.items()}
+                nats[way].append(surprise / self._sizes.scored)
+            so_far = {way: math.exp(statistics.fmean(each)) for way, each in nats.items()}
             print(f"  window {number + 1}: " + ", ".join(f"{way} {each:.3f}" for way, each in so_far.items()), flush=True)
         case = f"perplexity of the next {self._sizes.scored} tokens"
         results = [Result(f"{case}, {way}", so_far[way], "", so_far[RECOMPUTED]) for way in (MOVED, ROOTLESS, NAIVE)]
         apart = 100 * abs(so_far[MOVED] / so_far[RECOMPUTED] - 1)
-        near = "moved states against recomputed ones"
-        return told([*results, bounded(near, apart, "%", MOST_APART) if self._judged else Result(near, apart, "%")])
+        near, note, samples = "moved states against recomputed ones", _spread(nats[MOVED], nats[RECOMPUTED]), _perplexities(nats)
+        judged = bounded(near, apart, "%", MOST_APART) if self._judged else Result(near, apart, "%")
+        return told([*results, replace(judged, note=note, samples=samples)])
 
     def _window(self, tokens: Sequence[int]) -> dict[str, float]:
         """The nats of what follows, in each way. All but the last token of the window are held, as behind an answer."""
@@ -208,8 +209,17 @@ class Bench:
         return event
 
 
-def _perplexity(nats: float, tokens: int) -> float:
-    return math.exp(nats / tokens)
+def _perplexities(nats: Samples) -> Samples:
+    return {way: [math.exp(each) for each in found] for way, found in nats.items()}
+
+
+def _spread(moved: Sequence[float], recomputed: Sequence[float]) -> str:
+    """How far single windows are from one another: without that nobody knows what a mean over a few of them is worth."""
+    apart = [100 * (ours - theirs) for ours, theirs in zip(moved, recomputed, strict=True)]
+    if len(apart) < 2:
+        return "one window says little"
+    error = statistics.stdev(apart) / math.sqrt(len(apart))
+    return f"{statistics.fmean(apart):+.2f} % +- {error:.2f} (standard error); single windows from {min(apart):+.1f} to {max(apart):+.1f} %"
 
 
 def _greedy(tokens: int) -> SamplingParams:

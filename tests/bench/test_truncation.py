@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from math import exp, log
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import pytest
 import torch
@@ -89,6 +91,14 @@ def test_perplexity_is_told_for_each_way_and_judged(bench: Bench, capsys: pytest
     assert [result.case.rsplit(", ", 1)[1] for result in ways] == [MOVED, ROOTLESS, NAIVE]
     assert near.target == "<= 0.5" and near.ours == pytest.approx(100 * abs(ways[0].ours / (ways[0].theirs or 0) - 1))
     assert "window 2: recomputed" in capsys.readouterr().out
+    assert {way: len(each) for way, each in near.samples.items()} == dict.fromkeys((RECOMPUTED, MOVED, ROOTLESS, NAIVE), QUICK.windows)
+    mean = exp(fmean(map(log, near.samples[MOVED])))
+    assert mean == pytest.approx(ways[0].ours), "each window's own, and not the mean up to it"
+
+
+def test_how_far_the_mean_can_be_trusted_is_told() -> None:
+    assert truncation._spread([3.01, 3.0, 3.02], [3.0, 3.0, 3.0]) == "+1.00 % +- 0.58 (standard error); single windows from +0.0 to +2.0 %"
+    assert truncation._spread([3.01], [3.0]) == "one window says little"
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
