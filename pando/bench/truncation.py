@@ -41,7 +41,7 @@ WINDOWS_HELD = 8  # in the pool
 class Sizes:
     window: int = 2048
     scored: int = 512  # tokens behind it
-    windows: int = 8
+    windows: int = 32  # single ones are up to 3 % apart: the mean of fewer would say little about half a percent
     new: int = 32  # tokens of the turn that overflows
     repeats: int = 5
 
