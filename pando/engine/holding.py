@@ -3,21 +3,20 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..kv.pages import Pages
-from ..kv.segment import Key, Segment, extend_keys, page_key, shared_length
+from ..kv.segment import Key, Segment, extend_keys, page_key, shared_length, worth_having
 from ..kv.tree import Match, PrefixTree
 from .below import Below
 from .row import Copy, Row
 from .turns import Turns
 
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
-WORTH_COPYING = 8  # of a page that goes on differently, one in so many tokens: fewer are sooner computed with the others
 
 
 class Holding:
     def __init__(self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, *, reuse: bool) -> None:
         """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool."""
         self.pages, self.tree, self.turns, self.below, self.reuse = pages, tree, turns, below, reuse
-        self._copied = max(1, pages.page_size // WORTH_COPYING)  # tokens, at least
+        self._copied = worth_having(pages.page_size)
 
     @property
     def to_be_had(self) -> int:

@@ -115,13 +115,18 @@ class Tiles(NamedTuple):
     starts: Ints  # of their parts
     moved: Ints  # of the pairs whose placement is shifted: which of the step's tokens
     shifts: Ints  # and how far
-    launches: tuple[int, int, int]  # large tiles, small ones, and tokens to merge
     parts: int
 
     @property
     def arrays(self) -> tuple[Ints, ...]:
         """Those that lie on the device."""
-        return self.counts, self.tiles.ravel(), *self[2:-2]
+        return self.counts, self.tiles.ravel(), *self[2:-1]
+
+    @property
+    def launches(self) -> tuple[int, int, int]:
+        """Large tiles, small ones, and tokens to merge."""
+        large, every, tokens = self.counts.tolist()
+        return large, every - large, tokens
 
     @classmethod
     def cut(cls, reads: Reads, count: int, geometry: Geometry, large: Size, small: Size, processors: int) -> "Tiles":
@@ -159,8 +164,7 @@ class Tiles(NamedTuple):
             counts=np.array([larger, len(tiles), len(tokens)], dtype=np.int32), tiles=tiles, pages=reads.pages,
             query=query, reader=reads.queries, base=first + reads.shifts, room=room,
             places=places, tokens=tokens.astype(np.int32), starts=starts,
-            moved=reads.queries[moved], shifts=reads.shifts[moved],
-            launches=(larger, len(tiles) - larger, len(tokens)), parts=len(order),
+            moved=reads.queries[moved], shifts=reads.shifts[moved], parts=len(order),
         )  # fmt: skip
 
 

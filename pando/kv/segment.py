@@ -56,6 +56,12 @@ def extend_keys(keys: list[Key], lineage: Lineage, tokens: Sequence[int], page_s
         keys.append(page_key(context, tokens[start : start + page_size]))
 
 
+def worth_having(page_size: int) -> int:
+    """Of a page that goes on differently, so many tokens are worth a copy, or a load: fewer are alike by chance, and sooner computed with
+    the others."""
+    return max(1, page_size // 8)
+
+
 def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
     """The length of the common beginning."""
     return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))

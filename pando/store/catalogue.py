@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
-from ..kv.segment import Key, page_key, shared_length
+from ..kv.segment import Key, page_key, shared_length, worth_having
 from .facts import Counts
 from .keeper import Found, Part, Sought, end_parent
 from .ledger import Ledger
 from .tier import Lost, Tier
 
-WORTH_LOADING = 8  # of a page, one in so many tokens of a short end: fewer are sooner computed, unless no more are wanted
 REMEMBERED = 2**16  # keys of pages that expired: to tell them from what was never there
 
 
@@ -68,7 +67,7 @@ class Catalogue:
         """The short end behind a page that has most in common with the rest of a row's tokens; and how many. `silent`: tiers that do not
         answer."""
         found, rest = None, tuple(rest)
-        best = min(len(rest), max(1, self._page_size // WORTH_LOADING)) - 1
+        best = min(len(rest), worth_having(self._page_size)) - 1  # or less, where no more are wanted
         for parent in {end_parent(before, owner) for owner in owners} if rest else ():
             for tier in [tier for tier in tiers if tier.name not in silent]:
                 try:
