@@ -120,8 +120,7 @@ class Store:
         computed = self.transfer.mover.mark() if loads else None
 
         def work() -> None:
-            moved = self.transfer.load([load for load, _ in loads], computed)
-            self._done.put(partial(self._loaded, loads, moved))
+            self.transfer.load([load for load, _ in loads], computed, lambda moved: self._done.put(partial(self._loaded, loads, moved)))
 
         if loads:
             self._loader.post(work, urgent=True)

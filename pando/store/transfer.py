@@ -147,14 +147,15 @@ class Transfer:
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in (host, *below)}
         self._reserve = reserve
 
-    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> Mapping[str, Moved]:
+    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None", tell: Callable[[Mapping[str, Moved]], None]) -> None:
         """Fills the pages of loads, together: the first layer of all of them, then the next. `computed`: what may still use the pages.
-        Answers what came from each tier, and how long that took."""
+        `tell` hears what came from each tier, and how long that took, before anyone hears that the loads are done."""
         meter = Meter()
         with ExitStack() as stack:
             for load in loads:
                 stack.callback(load.end)
                 load.begin(sum(each.patience for each in loads))
+            stack.callback(lambda: tell(meter.read()))
             try:
                 self.mover.follow(computed)
                 slots = iter(stack.enter_context(self.host.reading([part.card.key for load in loads for part in load.parts])))
@@ -174,7 +175,6 @@ class Transfer:
                     load.cut(0, Lost("unreadable", type(error).__name__))
             finally:
                 self.mover.drain()  # pages and host memory stay until nothing is copied any more
-        return meter.read()
 
     def _open(self, load: Load, slots: Sequence[Tensor | None], stack: ExitStack, meter: Meter) -> "_Opened":
         """`slots`: its pages in host memory; those that are not there come from below."""

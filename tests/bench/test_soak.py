@@ -120,7 +120,14 @@ def test_a_pin_that_stays_is_found(log, monkeypatch):
     with small_server() as server:
         engine = server.service.loop._engine
         monkeypatch.setattr(engine.pins, "drop", lambda pin: None)
-        seen = observe(server, log)
+
+        def begin() -> None:
+            """One pin that surely finds room: the crowd's may all be refused."""
+            headers = {"authorization": f"Bearer {KEYS[ALONE]}"}
+            pinned = httpx.post(server.url + "/v1/cache/pin", json={"prompt": [1] * 40, "ttl": "10m"}, headers=headers).raise_for_status()
+            httpx.post(server.url + "/v1/cache/unpin", json={"id": pinned.json()["id"]}, headers=headers).raise_for_status()
+
+        seen = observe(server, log, begin)
     assert "pages pinned at rest" in failed(seen)
 
 

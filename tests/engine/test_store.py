@@ -5,9 +5,10 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def whole(engine: Engine) -> None:
 @pytest.fixture(scope="module")
 def model() -> Model:
     return tiny_model()
+
+
+def test_what_came_is_counted_when_the_answer_is_there(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(SimpleQueue[Callable[[], None]]):
+        def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:
+            time.sleep(0.05)
+            super().put(item)
+
+    engine = engine_of(model, None, host_gib=ENOUGH)
+    ask(engine, words(1, 70), count=1)
+    evict(engine)
+    assert engine.store is not None
+    monkeypatch.setattr(engine.store, "_done", Slow())
+    ask(engine, words(1, 70), count=1)
+    assert engine.store.facts().loaded == {"host": 68}
+    whole(engine)
 
 
 def test_a_conversation_that_left_the_pool_continues_from_host_memory(model: Model) -> None:
