@@ -253,7 +253,7 @@ class _Transfer(Transfer):
             below.layer(0, NOTHING)
             self._held.commit(below.card)
 
-    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None" = None) -> Mapping[str, Moved]:
+    def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None", tell: Callable[[Mapping[str, Moved]], None]) -> None:
         """As ever, but that its end is seen when the time has passed."""
         tokens, written = 0, list[tuple[Callable[[Card], None], Card]]()
         for load, sources in [(load, self._sources(load)) for load in loads]:
@@ -268,10 +268,10 @@ class _Transfer(Transfer):
         self._bus.move(tokens)
         for end, card in reversed(written):
             end(card)
+        tell({})
         for load in loads:
             self._clock.later(Load.end, load)
         heapq.heappush(self._ends, self._clock.moment)
-        return {}
 
     def _sources(self, load: Load) -> list[tuple[Card, Reader | None, bool]]:
         """What is read for a load, from below where host memory does not have it, and whether it stays there then."""
