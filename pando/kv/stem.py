@@ -1,17 +1,24 @@
 """A segment's place in the prefix tree. The tree alone changes it."""
 
-from .segment import Key, Segment
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from .segment import Key, Segment, Tokens, shared_length
+
+Page = tuple[int, ...]  # its tokens
 
 
 class Stem:
-    __slots__ = ("_alike", "_path", "born", "children", "held", "owner", "parent", "pins", "segment", "used")
+    __slots__ = ("_openings", "_path", "born", "children", "held", "owner", "parent", "pins", "segment", "used")
 
     def __init__(self, segment: Segment, parent: "Stem | None", owner: Key, now: float) -> None:
         self.segment = segment
         self.parent = parent
         self.owner = owner
         self.children: dict[Key, Stem] = {}  # by the key of their first page
-        self._alike: dict[int, dict[Key, Stem]] = {}  # the same, by their first token: there may be thousands behind a system prompt
+        # Their first pages, of each owner, in the order of their tokens: there may be thousands behind a system prompt, and those that
+        # begin most like a given one are its neighbours.
+        self._openings: dict[Key, list[tuple[Page, Key]]] = {}
         self.pins = 0
         self.held = 0  # why it must stay: it is pinned, and each child that must stay counts as well
         self.born = self.used = now
@@ -24,18 +31,34 @@ class Stem:
 
     def adopt(self, child: "Stem") -> None:
         key = child.segment.keys[0]
-        self.children[key] = self._alike.setdefault(child.segment.tokens[0], {})[key] = child
+        if key not in self.children:
+            insort(self._openings.setdefault(child.owner, []), (_opening(child), key))
+        self.children[key] = child
 
     def disown(self, child: "Stem") -> None:
-        key, first = child.segment.keys[0], child.segment.tokens[0]
-        del self.children[key], self._alike[first][key]
-        if not self._alike[first]:
-            del self._alike[first]
+        key, pages = child.segment.keys[0], self._openings[child.owner]
+        del self.children[key], pages[bisect_left(pages, (_opening(child), key))]
+        if not pages:
+            del self._openings[child.owner]
 
-    def beginning(self, token: int) -> list["Stem"]:
-        """The children that begin with a token."""
-        alike = self._alike.get(token)
-        return list(alike.values()) if alike is not None else []
+    def has_of(self, owner: Key) -> bool:
+        return owner in self._openings
+
+    def nearest(self, owner: Key, tokens: Page) -> list["Stem"]:
+        """Of an owner's children that begin with the same token, the one that begins like these for longest; and perhaps another."""
+        pages = self._openings.get(owner, [])
+        place = bisect_left(pages, (tokens,))
+        return [self.children[key] for page, key in pages[max(0, place - 1) : place + 1] if page[:1] == tokens[:1]]
+
+    def within(self, owner: Key, tokens: Page) -> Iterator["Stem"]:
+        """Those whose first page is a beginning of these tokens, the longest first."""
+        pages = self._openings.get(owner, [])
+        while tokens:
+            place = bisect_left(pages, (tokens,))
+            if place < len(pages) and pages[place][0] == tokens:
+                yield self.children[pages[place][1]]
+            # All that stand between a shorter one and these tokens begin with it, and so does the last of them.
+            tokens = tokens[: shared_length(pages[place - 1][0], tokens)] if place else ()
 
     def path(self, first: int = 0) -> tuple[Segment, ...]:
         """From the first segment below the root to this one, or from the one that begins at a position: the same tuple until one of them is
@@ -71,3 +94,8 @@ class Stem:
             stem = stack.pop()
             stem._path = None
             stack.extend(stem.children.values())
+
+
+def _opening(stem: Stem) -> Page:
+    assert isinstance(stem.segment.tokens, Tokens)
+    return stem.segment.tokens.pages[0]

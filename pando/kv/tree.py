@@ -17,7 +17,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import NamedTuple
 
 from .segment import Key, Lineage, Segment, Tokens, page_key, shared_length
@@ -124,14 +124,14 @@ class PrefixTree:
             stem = self._along(child if equal == len(child.segment.keys) else self._cut(child, equal))
             stem.used = now
             page += equal
-        rest = tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)]
+        rest = tuple(tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)])
         best, source, owners = 0, None, self._owners(stem, lineage.owner)
-        for child in stem.beginning(rest[0]) if rest else ():
+        for child in {child: None for owner in owners for child in (*stem.nearest(owner, rest), *islice(stem.within(owner, rest), 1))}:
             said = _said(child)[0]
-            if child.owner in owners and (shared := shared_length(said, rest)) > best and shared >= min(least, len(said), len(rest)):
+            if (shared := shared_length(said, rest)) > best and shared >= min(least, len(said), len(rest)):
                 best, source = shared, child
         if source is None:
-            return Match(stem, diverges=any(child.owner in owners for child in stem.children.values()))
+            return Match(stem, diverges=any(map(stem.has_of, owners)))
         source.used = now
         return Match(stem, source, best, diverges=len(source.segment) > best or bool(source.children))
 
@@ -183,7 +183,7 @@ class PrefixTree:
         """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
         at, end = self._along(at), tuple(tokens)
         owners = self._owners(at, owner)
-        if any(child.owner in owners and _said(child)[0][: len(end)] == end for child in at.beginning(end[0])):
+        if any(_said(child)[0][: len(end)] == end for owner in owners for child in at.nearest(owner, end)):
             return [page]
         spare = self._drop_covered(at, end, owner)
         key = page_key(at.segment.key + owner, end)
@@ -279,10 +279,7 @@ class PrefixTree:
 
     def _drop_covered(self, at: Stem, tokens: tuple[int, ...], owner: Key) -> list[int]:
         """Removes an owner's short ends that the given continuation contains; answers their pages."""
-        loose = [
-            child for child in at.beginning(tokens[0]) if child.owner == owner and not child.pins and len(child.segment) < self.page_size
-        ]
-        covered = [child for child in loose if tokens[: len(child.segment)] == _said(child)[0]]
+        covered = [child for child in at.within(owner, tokens) if not child.pins and len(child.segment) < self.page_size]
         for child in covered:
             at.disown(child)
         self.pages -= len(covered)

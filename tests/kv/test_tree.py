@@ -334,6 +334,33 @@ def test_of_thousands_of_continuations_only_those_that_begin_alike_are_compared(
         assert find(tree, [0, 1, 2, 3, token, token + 1]).page == (None if 1 + token in gone else 1 + token)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_of_thousands_that_all_begin_alike_the_one_that_does_for_longest_is_found_without_comparing_all(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, count, chance = 16, 2000, random.Random(seed)
+    tree, compared, ours, others = PrefixTree(size), list[object](), b"ours", b"others"
+    trunk = tree.root(ROOT)
+    said: dict[bytes, list[list[int]]] = {ROOT: [], ours: [], others: []}
+    for page in range(count):  # of few words, so that many begin alike, and some are the beginning of another
+        tokens, owner = [1, 2, 3, *chance.choices(range(6), k=chance.randint(0, size - 4))], chance.choice(list(said))
+        shared = [*said[owner], *said[ROOT]]
+        known = any(other[: len(tokens)] == tokens for other in shared)
+        spare = tree.insert_end(trunk, tokens, page, owner, 0)
+        assert (spare == [page]) == known
+        if not known:
+            covered = [other for other in said[owner] if tokens[: len(other)] == other]
+            assert len(spare) == len(covered)
+            said[owner] = [other for other in said[owner] if other not in covered] + [tokens]
+    monkeypatch.setattr("pando.kv.tree.shared_length", lambda a, b: (compared.append(a), shared_length(a, b))[1])
+    for _ in range(500):
+        rest, least = [1, 2, 3, *chance.choices(range(6), k=size - 4)], chance.randint(1, 8)
+        found = tree.match(Lineage(ROOT, ours, 0), [], rest, len(rest), 0, least=least)
+        lengths = [(shared_length(other, rest), len(other)) for other in (*said[ROOT], *said[ours])]
+        assert found.tokens == max((n for n, length in lengths if n >= min(least, length, len(rest))), default=0)
+    assert len(compared) <= 500 * 6
+
+
 # ---- chains that begin at any key
 
 
