@@ -83,11 +83,14 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, geometry: Geometry, page_s
     return None
 
 
+@torch.inference_mode()
 def warm_up(model: Model, page_size: int) -> None:
     """On a GPU, makes the kernels that plans of any kind need: the first time that takes a while, and later they are found on disk."""
     if model.device.type == "cuda":
-        from ..kernels import gpu, gpu_warm
+        from ..kernels import gpu, gpu_linear, gpu_warm
 
+        for rows in gpu_linear.ROWS:  # those that stream the weights of gates: the others were made when they were timed
+            model.decoder.layers[0].mlp(torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device))
         gpu_warm.warm_up(gpu.Device.of(model.device), model.dtype, model.decoder.geometry, page_size, model.states)
 
 
