@@ -99,7 +99,13 @@ class Holding:
         self.extend_keys(row)
         alike = (other for other in busy if other.lineage == row.lineage and other.scored is None)
         there = ((other, other.computed if other.load is None else other.settled) for other in alike)
-        return any(max(tokens + 1, worth) <= self.common(row, other) for other, tokens in there)
+        return any(max(tokens + 1, worth) <= self._had(row, other) for other, tokens in there)
+
+    def _had(self, row: Row, other: Row) -> int:
+        """What they have in common, less what is not worth a copy."""
+        common = self.common(row, other)
+        rest = common % self.pages.page_size
+        return common if rest >= self._copied or common in (len(row.tokens) - 1, len(other.tokens)) else common - rest
 
     def give_way(self, row: Row, others: Sequence[Row]) -> bool:
         """Where nothing runs and there is no room, only the first that waits keeps what it has found: the others begin again later. Says

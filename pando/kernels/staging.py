@@ -27,4 +27,4 @@ class Staged:
     def send(self) -> None:
         self._there.copy_(self._here, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._there.device))

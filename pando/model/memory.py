@@ -10,8 +10,8 @@ ROOT = Path("/")
 
 # A control group's limit, its use, and what of its use are files that can be read again, by the version of the groups.
 FILES = {
-    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "active_file"),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
 
 
@@ -45,10 +45,10 @@ def _allowed(root: Path) -> Iterator[int]:
                 yield from _left(root / folder / place, *files)
 
 
-def _left(group: Path, limit: str, use: str, reclaimed: str) -> Iterator[int]:
+def _left(group: Path, limit: str, use: str, *reclaimed: str) -> Iterator[int]:
     try:
         most = int((group / limit).read_text())  # "max" is no number, and no limit
-        yield max(0, most - int((group / use).read_text()) + _named(group / "memory.stat", reclaimed))
+        yield max(0, most - int((group / use).read_text()) + sum(_named(group / "memory.stat", name) for name in reclaimed))
     except (OSError, ValueError):
         return
 

@@ -66,8 +66,8 @@ class Catalogue:
     ) -> tuple[Part | None, int]:
         """The short end behind a page that has most in common with the rest of a row's tokens; and how many. `silent`: tiers that do not
         answer."""
-        found, rest = None, tuple(rest)
-        best = min(len(rest), worth_having(self._page_size)) - 1  # or less, where no more are wanted
+        best, found, rest = 0, None, tuple(rest)
+        least = min(len(rest), worth_having(self._page_size))  # or less, where no more are wanted, or known
         for parent in {end_parent(before, owner) for owner in owners} if rest else ():
             for tier in [tier for tier in tiers if tier.name not in silent]:
                 try:
@@ -76,12 +76,13 @@ class Catalogue:
                     self._fails(tier, lost, silent)
                     continue
                 for card in cards:
-                    if card.tokens[best : best + 1] != rest[best : best + 1]:
+                    most = max(best, min(least, len(card.tokens)) - 1)
+                    if card.tokens[most : most + 1] != rest[most : most + 1]:
                         continue  # it cannot have more
                     shared = shared_length(card.tokens, rest)
-                    if shared > best and card.key not in self._hidden and page_key(card.parent, card.tokens) == card.key:
+                    if shared > most and card.key not in self._hidden and page_key(card.parent, card.tokens) == card.key:
                         best, found = shared, Part(card, tier.name)
-        return found, best if found is not None else 0
+        return found, best
 
     def hide(self, keys: Sequence[Key]) -> None:
         """They are about to be removed from a tier."""

@@ -80,6 +80,18 @@ def test_two_requests_that_arrive_together_compute_what_they_share_once() -> Non
     assert engine.pages_in_use == len(TRUNK) // PAGE + 1 + 1
 
 
+@pytest.mark.parametrize(("alike", "step", "cached"), [(128, 2, 128), (131, 2, 128), (136, 3, 136)])
+def test_a_request_waits_for_tokens_that_another_computes_only_if_it_will_take_them(alike: int, step: int, cached: int) -> None:
+    """Few tokens of a page that goes on differently are computed, not copied."""
+    engine = tiny_engine(page_size=64, kv_cache_tokens=64 * 32, max_num_batched_tokens=128, overlap=False)
+    begins = [token % 250 for token in range(alike)]
+    engine.add(Request("first", [*begins, 251, *range(20)], greedy(2)))
+    engine.add(Request("second", [*begins, 252, *range(20)], greedy(2)))
+    [second] = [row for row in engine.answers if row.request_id == "second"]
+    taken = next(count for count in range(1, 20) if (engine.step(), second.cached is not None)[1])
+    assert (taken, second.cached) == (step, cached)
+
+
 def test_the_same_request_twice_computes_only_the_last_token_again() -> None:
     engine, decoder = watched()
     said = run(engine, [Request("a", TRUNK, greedy(1)), Request("b", TRUNK, greedy(1))])

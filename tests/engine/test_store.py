@@ -111,6 +111,15 @@ def test_what_came_is_counted_when_the_answer_is_there(model: Model, monkeypatch
     whole(engine)
 
 
+def test_a_short_end_that_a_prompt_goes_on_from_comes_back_however_long_pages_are(model: Model) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH, page_size=256, kv_cache_tokens=256 * 8)
+    said = words(1, 256 + 24)
+    said += [event.token for event in ask(engine, said, count=2)]
+    evict(engine)
+    assert ask(engine, [*said, *words(2, 30)], count=1)[0].reuse.tiers == {"host": 256 + 25}, "all but the token that was said last"
+    whole(engine)
+
+
 def test_a_conversation_that_left_the_pool_continues_from_host_memory(model: Model) -> None:
     engine = engine_of(model, None, host_gib=ENOUGH)
     prompt = words(1, 70)

@@ -19,7 +19,9 @@ def written(root: Path, files: dict[str, str]) -> Path:
 
 def group(place: str, limit: str, use: int, files: int, version: int = 2) -> dict[str, str]:
     names = ("memory.max", "memory.current", "inactive_file") if version == 2 else LEGACY
-    written = {names[0]: limit, names[1]: str(use), "memory.stat": f"anon 5\n{names[2]}_not 7\n{names[2]} {files}\n"}
+    read_once, again = (names[2], files // 2), (names[2].replace("inactive", "active"), files - files // 2)
+    stat = "".join(f"{name} {size}\n" for name, size in (("anon", 5), (f"{names[2]}_not", 7), read_once, again))
+    written = {names[0]: limit, names[1]: str(use), "memory.stat": stat}
     return {f"sys/fs/cgroup/{place}{name}": text for name, text in written.items()}
 
 
