@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -320,17 +319,17 @@ class Engine:
 
     # ---- keeping
 
-    def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None, *, automatic: bool = False) -> Pin:
-        """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned."""
+    def pin(
+        self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None, *, automatic: bool = False, is_cut: bool = False
+    ) -> Pin:
+        """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned. `is_cut`: of what is left of it."""
         if not self.scheduler.reuse:
             raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
         self.expire_pins()
-        now, keys, lineage = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
-        extend_keys(keys, lineage, tokens, self.pages.page_size)
-        match = self.tree.match(lineage, keys, tokens, len(tokens), now)
-        if match.end is not None:
-            match = replace(match, end=self.tree.first_page(match.end))  # what goes on from there is not asked for
-        return self.pins.add(match, tenant, None if ttl is None else now + ttl, automatic=automatic)
+        now, keys, home = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
+        extend_keys(keys, home, tokens, self.pages.page_size)
+        stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
+        return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
 
     def expire_pins(self) -> None:
         self.pins.expire(self.scheduler.clock())

@@ -1,12 +1,13 @@
 """What must stay: runs of the tree that somebody asked to keep, for how long, and how much of the pool they may take."""
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import QuotaExceeded
+from ..kv.segment import Key
 from ..kv.stem import Stem
-from ..kv.tree import Match, PrefixTree
+from ..kv.tree import PrefixTree
 from .request import Tenant
 
 MAX_PINS = 1024
@@ -20,6 +21,7 @@ class Pin:
     pages: frozenset[int]
     until: float | None  # on the scheduler's clock; None: until it is taken away
     stems: tuple[Stem, ...]
+    last: Key | None = None  # of the whole pages of what it is of, before any of that was dropped
     automatic: bool = False  # it came with a request, and gives way to that of the next turn
 
 
@@ -36,9 +38,11 @@ class Pins:
     def pages(self) -> int:
         return len(self._held(self))
 
-    def add(self, match: Match, tenant: Tenant, until: float | None, *, automatic: bool = False) -> Pin:
-        stems = (match.stem,) if match.end is None else (match.stem, match.end)
-        yielding = self._yielding(tenant, _pages(match.stem)) if automatic else []
+    def add(
+        self, stems: Sequence[Stem], tokens: int, keys: Sequence[Key], tenant: Tenant, until: float | None, *, automatic: bool = False
+    ) -> Pin:
+        """`tokens`: how many lead to these stems. `keys`: of all whole pages that were said."""
+        yielding = self._yielding(tenant, keys) if automatic else []
         staying = [pin for pin in self if pin not in yielding]
         pages = frozenset().union(*map(_pages, stems))
         if len(staying) >= MAX_PINS:
@@ -53,13 +57,14 @@ class Pins:
             self._tree.pin(stem)
         for pin in yielding:
             self.drop(pin)
-        pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, match.length, pages, until, stems, automatic)
+        pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, tokens, pages, until, tuple(stems), keys[-1] if keys else None, automatic)
         self._pins[pin.pin_id] = pin
         return pin
 
-    def _yielding(self, tenant: Tenant, pages: frozenset[int]) -> list[Pin]:
-        """The automatic pins whose whole pages lie within a longer context."""
-        return [pin for pin in self if pin.automatic and pin.tenant == tenant and _pages(pin.stems[0]) <= pages]
+    def _yielding(self, tenant: Tenant, keys: Sequence[Key]) -> list[Pin]:
+        """The automatic pins of what is gone on with here."""
+        said = set(keys)
+        return [pin for pin in self if pin.automatic and pin.tenant == tenant and pin.last in said]
 
     def get(self, pin_id: str, owner: bytes) -> Pin | None:
         """A pin of this owner: another's does not exist for it."""

@@ -19,10 +19,11 @@ from typing import Any
 from ..errors import InvalidPrompt, PromptTooLong
 from ..kv.run import Origin, Run
 from ..kv.segment import Key, Lineage, extend_keys, page_key, shared_length
+from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
 from ..store.keeper import Noting
 from .below import WORTH_KEEPING, Below
-from .imports import wants
+from .imports import find, wants
 from .layout import Layout, Move
 from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
 
@@ -32,6 +33,7 @@ REMEMBERED = 2**15  # histories
 READY = 2**20  # tokens of layouts that need not be made again
 FORM = b"cut 1"  # of what is remembered
 SEAL, SIZE = 32, 4  # bytes
+SCORED = "the logprobs of a prompt are those of all its tokens, so nothing of it can be dropped; shorten it yourself"
 SYSTEM = ("system", "developer")  # whose messages are no turns
 
 Message = Mapping[str, Any]
@@ -110,9 +112,11 @@ class Truncations:
             page = self._tree.page_size
             inner = [(-(-start // page) * page, stop // page * page) for start, stop in asked.drop]
             return self._without(Layout(), list(asked.prompt), [span for span in inner if span[0] < span[1]], home)
-        room = wanted_room(asked.params.max_tokens, self._window)
+        room = 1 if asked.score else wanted_room(asked.params.max_tokens, self._window)
         if asked.truncation is None or len(asked.prompt) + room <= self._window:
             return None
+        if asked.score:
+            raise InvalidPrompt(SCORED)
         known = self._recall(asked.prompt, home, keys)
         lost = known is not None and not self._holds(known.runs, home)
         layout = known.computed() if known is not None and lost else known or Layout()
@@ -150,7 +154,7 @@ class Truncations:
     def _held_behind(self, layout: Layout, left: list[int], home: Lineage) -> tuple[int, bool]:
         """How many tokens behind the runs there are states of; and whether what is held goes on differently from there."""
         at, page, keys = layout.placed, self._tree.page_size, list[Key]()
-        lineage = Lineage.of(Origin(layout.runs, at).key(home.owner)) if layout.runs else home
+        lineage = behind(layout, home)
         extend_keys(keys, lineage, left[at:], page)
         chain = lineage, home.owner, keys, left[at:], len(left) - at - 1, at
         self._ask([chain])
@@ -214,10 +218,30 @@ class Truncations:
                 return Layout.recalled(packed, history) if layout is None else layout
         return None
 
+    def cached(self, history: Sequence[int], home: Lineage, keys: list[Key], *, is_cut: bool) -> tuple[list[Stem], int]:
+        """The stems of what the tree has of a history, or of what was left of it; and how many of its first tokens that are."""
+        layout = (self._recall(history, home, keys) if is_cut else None) or Layout()
+        lineage, at, left = behind(layout, home), layout.placed, layout.left(history)
+        page, own, now = self._tree.page_size, list[Key](), self._clock()
+        found = [find(self._tree, want, now) for want in wants(home.owner, layout.runs, page, plain=home)]
+        extend_keys(own, lineage, left[at:], page)
+        match = self._tree.match(lineage, own, left[at:], len(left) - at, now, first=at)
+        ends = [] if match.end is None else [self._tree.first_page(match.end)]  # what goes on from there is not asked for
+        there = [each.pinned for each in found if each is not None]
+        for stem in there:
+            self._tree.unpin(stem)
+        length = next((run.position for run, each in zip(layout.runs, found, strict=True) if each is None), match.length)
+        return [match.stem, *ends, *there], length
+
     @property
     def _kept(self) -> Noting | None:
         """What outlives the process."""
         return self.below.store.notes if self.below is not None else None
+
+
+def behind(layout: Layout, home: Lineage) -> Lineage:
+    """Where what follows its runs is found."""
+    return Lineage.of(Origin(layout.runs, layout.placed).key(home.owner)) if layout.runs else home
 
 
 def _noted(key: Key, rest: Sequence[int], packed: bytes) -> bytes:
@@ -286,8 +310,8 @@ def _check(asked: Request) -> None:
         raise InvalidPrompt(f"drop is {asked.drop!r}; it is a list of pairs of whole numbers, each the first token of a part and its end")
     if asked.runs:
         raise InvalidPrompt("a prompt made of modules cannot be cut; leave modules out of it instead")
-    if asked.score:
-        raise InvalidPrompt("the logprobs of a prompt are those of all its tokens, so nothing of it can be dropped; shorten it yourself")
+    if asked.score and asked.drop:
+        raise InvalidPrompt(SCORED)
     length, before = len(asked.prompt), 0
     for span in asked.drop:
         if not isinstance(span, Sequence) or len(span) != 2 or any(type(place) is not int for place in span):

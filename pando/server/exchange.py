@@ -114,7 +114,8 @@ class Exchange:
         prompt = asked.prompts[0]
         tokens = [*prompt.tokens, *answers.answers[0].tokens]
         if self._ttl is not None:
-            self._account.hold(await self._service.pin_if_room(tokens, self._tenant, prompt.public, self._ttl), self._ttl)
+            is_cut = self._account.reuse[0].truncated is not None
+            self._account.hold(await self._service.pin_if_room(tokens, self._tenant, prompt.public, self._ttl, is_cut=is_cut), self._ttl)
         if isinstance(answers, ChatAnswers) and prompt.bound is None:
             turn = self._tenant.salt, asked.messages, answers.message(), tokens, len(prompt.tokens), self._session
             self._service.workers.submit(self._service.history.remember, *turn)

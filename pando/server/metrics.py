@@ -138,9 +138,12 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
 
+    def generated(self, tokens: int) -> None:
+        """Of all answers, as they come: a long one is seen while it is written."""
+        self._generated.inc(tokens)
+
     def answer(self, tokens: int, seconds: float) -> None:
         """One answer, ended or cut short; `seconds` passed from its first token to its last."""
-        self._generated.inc(tokens)
         if tokens > 1:
             self._token.observe(seconds / (tokens - 1))
 

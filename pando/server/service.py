@@ -311,9 +311,9 @@ class Service:
             )
         return pin
 
-    async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float) -> Pin | None:
+    async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float, *, is_cut: bool) -> Pin | None:
         try:
-            return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl, automatic=True))
+            return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl, automatic=True, is_cut=is_cut))
         except QuotaExceeded as error:
             self._warn(str(error))
             return None
@@ -324,9 +324,10 @@ class Service:
         return self.loop.stats if self.state in ("ready", "draining") else Stats()
 
     def _dispatch(self, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            if (ticket := self._tickets.get(event.request_id)) is not None:
-                ticket.put(event)
+        there = [(ticket, event) for event in events if (ticket := self._tickets.get(event.request_id)) is not None]
+        for ticket, event in there:
+            ticket.put(event)
+        self.metrics.generated(len(there))
 
     def _give_up(self, names: Sequence[str]) -> None:
         for name in names:

@@ -250,6 +250,14 @@ def test_the_pin_of_a_turn_gives_way_to_that_of_the_next() -> None:
     assert [pin.tokens for pin in engine.pins if pin is not other] == [asked.tokens, 26]
 
 
+def test_the_pin_of_a_short_conversation_gives_way_to_no_other_conversation() -> None:
+    engine = tiny_engine(kv_cache_tokens=160)
+    for prompt in ([1, 2, 3], TRUNK[:10]):
+        ask(engine, prompt)
+        engine.pin(prompt, Tenant(), 0, 60, automatic=True)
+    assert [pin.tokens for pin in engine.pins] == [3, 10]
+
+
 def test_a_pin_holds_no_more_than_was_asked_for() -> None:
     engine = tiny_engine()
     ask(engine, TRUNK)

@@ -834,6 +834,33 @@ def test_a_beginning_that_fills_the_window_alone_is_refused_in_words_that_make_s
         engine.add(ask("x", words(1, 131), how=Truncation(keep=126)))
 
 
+def test_the_pin_of_a_turn_gives_way_to_that_of_the_next_however_the_conversation_was_cut() -> None:
+    engine = small()
+    engine.pins.quota = engine.pages.count
+    talk, cuts = Talk(engine), 0
+    for _ in range(12):
+        event = talk.turn()
+        cut = event.reuse.truncated
+        cuts += cut is not None
+        pin = engine.pin(talk.history, Tenant(), 0, 60, automatic=True, is_cut=cut is not None)
+        assert pin.tokens == len(talk.history) - (cut.dropped if cut is not None else 0) - 1, "the last token has no states yet"
+        assert list(engine.pins) == [pin]
+    assert cuts > 4
+    engine.clear_cache()
+    again = events(engine, ask("again", talk.history))
+    assert again[0].num_cached_tokens >= pin.tokens - 1
+    engine.pins.drop(pin)
+    engine.clear_cache()
+    assert engine.pages.free == engine.pages.count
+
+
+def test_the_logprobs_of_a_prompt_that_fits_are_told_though_it_might_be_cut() -> None:
+    engine, prompt = small(), words(1, 120)
+    whole = run(engine, [ask("x", prompt, how=None, score=True)])["x", 0][0]
+    allowed = run(engine, [ask("y", prompt, score=True)])["y", 0][0]
+    assert whole.prompt_logprobs is not None and whole.prompt_logprobs == allowed.prompt_logprobs and allowed.reuse.truncated is None
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     engine, prompt = small(), words(1, 100)
     with pytest.raises(InvalidPrompt, match="give one of the two"):
@@ -841,7 +868,9 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="made of modules"):
         engine.add(ask("x", prompt, runs=[Run((1, 2), 0, Origin((), 0))]))
     with pytest.raises(InvalidPrompt, match="logprobs"):
-        engine.add(ask("x", prompt, score=True))
+        engine.add(ask("x", words(1, 131), score=True))
+    with pytest.raises(InvalidPrompt, match="logprobs"):
+        engine.add(ask("x", prompt, how=None, score=True, drop=[(8, 16)]))
     with pytest.raises(InvalidPrompt, match="no token of this model"):
         engine.add(ask("x", [*prompt, 999]))
     for values in ({"keep": -1}, {"keep": 1.5}, {"recent": True}, {"share": 0}, {"share": 1.5}):

@@ -58,6 +58,7 @@ def test_a_request_is_counted_from_its_prompt_to_its_end():
     metrics.queued(0.01)
     metrics.prompt({"computed": 10, "device": 64, "host": 32}, "diverged")
     metrics.first_token(0.2)
+    metrics.generated(5)
     metrics.answer(5, 0.4)
     metrics.ended("tool_calls", 0.6)
     samples = read(metrics)
@@ -78,6 +79,7 @@ def test_a_request_is_counted_from_its_prompt_to_its_end():
 
 def test_an_answer_of_one_token_has_no_time_between_tokens():
     metrics = made()
+    metrics.generated(1)
     metrics.answer(1, 0.0)
     metrics.answer(0, 0.0)
     samples = read(metrics)

@@ -77,6 +77,24 @@ def test_tokens_are_counted_without_the_dropped_ones(server: Live, client: opena
     assert sum(reply.pando["tokens"].values()) == reply.usage.prompt_tokens
 
 
+def test_what_is_left_of_a_conversation_can_be_pinned() -> None:
+    with live(engine={"max_model_len": WINDOW, "kv_cache_tokens": 3 * WINDOW}, pin_quota=60) as server, client_of(server) as client:
+        talk, replies = Talk(client, "Carla", prompt_cache_options={"ttl": "30m"}), list[Any]()
+        while len(cut := [reply for reply in replies if reply.pando["truncated"] is not None]) < 2:
+            replies.append(talk.turn())
+            talk.messages[-1]["content"] = replies[-1].choices[0].message.content
+            assert replies[-1].pando["pin"]["tokens"] == replies[-1].usage.total_tokens - 1, "all that was read and answered"
+        second = cut[-1]
+        for number in range(8):  # pressure
+            client.completions.create(model=NAME, prompt=f"{number} filler " * 40, max_tokens=1, temperature=0)
+        again = client.chat.completions.create(
+            model=NAME, messages=talk.messages[:-1], temperature=0, max_tokens=8, extra_body={"ignore_eos": True, "truncation": "auto"}
+        )
+        assert again.usage.prompt_tokens == second.usage.prompt_tokens
+        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+        assert again.choices[0].message.content == second.choices[0].message.content
+
+
 def test_a_stream_says_it_too(client: openai.OpenAI) -> None:
     talk = Talk(client, "Clara")
     talk.until_cut()
