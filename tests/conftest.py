@@ -1,8 +1,9 @@
 """Models for tests: the default one, and files small enough to be made on the spot."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tokenizers import pre_tokenizers
 
 from pando.model import hub
+from pando.store import scout, speeds
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -23,6 +25,22 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its own functions are made then, one way or the other
 os.environ["PANDO_DISK_GIB"] = "0"  # what servers of tests keep must not outlive them; tests of that say where
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
+with contextlib.suppress(ImportError):  # a host without it runs every other test
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("same")  # in every run, on every machine
+
+
+@pytest.fixture(autouse=True)
+def unhurried() -> Iterator[None]:
+    """How long a load or an answer takes here, beside whatever else runs, decides nothing. Tests of that say what takes how long."""
+    with pytest.MonkeyPatch.context() as patch:  # of its own: a test may undo what it changed
+        patch.setattr(speeds, "LEAST", 60.0)
+        patch.setattr(speeds.Speeds, "moved", lambda *_: None)
+        for name in ("FRESH", "AWAITED"):
+            patch.setattr(scout, name, 60.0)
+        yield
 
 
 @pytest.fixture(params=[False, True], ids=["one by one", "overlapping"])

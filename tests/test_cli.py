@@ -94,7 +94,7 @@ def give(monkeypatch, content: bytes):
 
 
 def python(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
 
 
 # --- the package -------------------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ sys.exit(cli.main(["run", "hi"]))
         process.stdout.read(5)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 141
+        assert process.wait(timeout=300) == 141
 
 
 def test_bench_reads_its_own_arguments(monkeypatch):

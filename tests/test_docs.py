@@ -396,7 +396,7 @@ def test_shell_examples_of_the_server_answer(text, address):
         pytest.skip("curl is not installed")
     assert "curl" in text
     script = text.replace("http://127.0.0.1:8000", address).replace("curl ", "curl --no-progress-meter --fail-with-body ")
-    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"choices"' in done.stdout or '"segments"' in done.stdout
 

@@ -42,13 +42,13 @@ class Cutting:
         if request.truncation is None and not request.drop:
             return self._admission.rows(request)
         self._admission.check_tokens(request.prompt)
-        keys = list[Key]()
+        keys, since = list[Key](), self._clock()
         try:
             return self._cut(request, keys, self._truncations)
         except Unanswered:
             rows = self._cut(request, keys, self._truncations.alone(), is_trial=True)  # what is wrong with it is said at once
             request = replace(request, params=replace(request.params, seed=rows[0].seed))
-            self._undecided.append(_Asked(request, self._clock(), keys))
+            self._undecided.append(_Asked(request, since, keys))
             return []
 
     def decided(self) -> list[Row]:

@@ -98,9 +98,11 @@ class Exchange:
             if envelope.tells_usage:
                 told = self._account.usage(), self._account.report()
                 yield event(envelope.chat_chunk([], *told) if isinstance(answers, ChatAnswers) else envelope.text([], *told))
+            self._close()  # who has read the end finds the request counted, and its place free
             yield DONE
         except PandoError as error:  # it is too late for a status
             self._error = error
+            self._close()
             yield event(failure(503, str(error), code="timeout" if self._ticket.outcome == "timeout" else "failed"))
 
     def _first_token(self) -> None:

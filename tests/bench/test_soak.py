@@ -58,6 +58,8 @@ def observe(server: Live, log: Path, begin: Callable[[], None] = lambda: None, r
                 every = product(crowd.habits, TENANTS)
                 await asyncio.gather(*(habit(tenant, Random(f"{turn} {i}")) for i, (habit, tenant) in enumerate(every)))
                 self._samples.append(Sample(0.0, vitals(self._site.pid)))
+            if not server.running.server.should_exit:
+                await asyncio.to_thread(server.settle)  # what stays from now on stays for ever
 
     run = Once(Site(server.url, os.getpid(), log), KEYS, seconds=1.0, clients=1, timeout=30.0, seed=3, margin=64, sizes=SMALL)
     return asyncio.run(run.run())

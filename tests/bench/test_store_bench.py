@@ -1,15 +1,18 @@
 """`pando bench store`: that it measures what it says; how fast anything is, no test can say."""
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pando.bench import codecs, preload, returning, rounding, saving, store
+from pando.bench import trial as trials
 from pando.bench.preload import AHEAD, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
 from pando.bench.random_model import random_model
 from pando.bench.returning import Returning
@@ -18,6 +21,7 @@ from pando.bench.trial import Size, ask, drawn, opened
 from pando.cli import main
 from pando.errors import InvalidOption
 from pando.model.load import Model
+from pando.store.movers import Copy
 from pando.store.speeds import Speeds
 from pando.store.tier import Card, Reader
 
@@ -93,12 +97,23 @@ def test_only_a_patient_engine_waits_for_all_of_its_context(model: Model, tmp_pa
     done: list[bool] = []
     layer = engine.pool.layer
 
+    mover, begun = engine.store.transfer.mover, threading.Event()
+    put = mover.put
+
     def watched(index: int):  # type: ignore[no-untyped-def]
         found = layer(index)
         done.extend(load.done for load in engine.pool.arrivals)  # type: ignore[attr-defined]
+        begun.set()
         return found
 
+    def last_waits(index: int, copies: Sequence[Copy]) -> None:
+        """For the step that begins before, if there is one."""
+        if index == 2 and not patient:
+            begun.wait(20)
+        put(index, copies)
+
     engine.pool.layer = watched  # type: ignore[method-assign]
+    mover.put = last_waits  # type: ignore[method-assign]
     trial = ask(engine, [[*history, *drawn(model, "new", 8)]])
     assert trial.tiers == {"disk": 128} and done[0] is patient
     engine.close()
@@ -120,12 +135,14 @@ def test_what_is_loaded_may_be_modules(model: Model, tmp_path: Path) -> None:
     assert [result.case for result in results][:2] == [f"2 x 64 loaded in 3 modules, 8 new, {way}" for way in (LAYERED, AHEAD)]
 
 
-def test_what_was_asked_before_is_not_on_the_clock(model: Model, tmp_path: Path) -> None:
+def test_what_was_asked_before_is_not_on_the_clock(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history, size = drawn(model, "history", 128), Size(pool=8192, kept=4096, rows=2, step=2048)
     first = opened(model, size, tmp_path)
     ask(first, [history])
     first.close()
     engine = opened(model, size, tmp_path)
+    clock = SimpleNamespace(perf_counter=lambda: float(engine.totals.tokens))  # a token that is computed takes a second, whatever else runs
+    monkeypatch.setattr(trials, "time", clock)
     long = ask(engine, [drawn(model, "long", 1500)]).seconds
     engine.store.speeds = Speeds()  # type: ignore[union-attr]
     trial = ask(engine, [[*history, 1, 2, 3]], 2, behind=[drawn(model, "before", 1500)])

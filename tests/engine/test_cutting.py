@@ -19,7 +19,7 @@ from tests.engine.test_slow import ENOUGH, remote_of
 from tests.engine.test_store import engine_of, settled, spoil, words
 from tests.tiny import drain, greedy, tiny_llm, tiny_model
 
-LONG = 15.0  # seconds: who has no answer by then waits for ever
+LONG = 60.0  # seconds: who has no answer by then waits for ever
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,15 @@ def test_those_who_wait_for_an_answer_are_told_too_where_steps_keep_failing(mode
     told, lost = list[TokenEvent](), list[str]()
     loop = EngineLoop(lambda: cutting_engine(model, tmp_path, 1.0), told.extend, lost.extend)
     loop.start().result()
-    loop.add(Request("plain", words(5, 30), greedy(200))).result()
-    loop.add(cut("cut", 1)).result()
-    loop.call(lambda engine: setattr(engine, "step", lambda: (_ for _ in ()).throw(RuntimeError("broken")))).result()
+
+    def ask(engine: Engine) -> None:
+        """Before either of them is answered, no step goes well any more."""
+        engine.add(Request("plain", words(5, 30), greedy(200)))
+        engine.add(cut("cut", 1))
+        assert engine.cutting.waiting == ["cut"]
+        engine.step = lambda: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[method-assign]
+
+    loop.call(ask).result()
     end = time.monotonic() + LONG
     while len(lost) < 2 and time.monotonic() < end:
         time.sleep(0.01)
@@ -102,11 +108,15 @@ def test_many_modules_all_come_from_a_remote_that_answers_slowly(model: Model, t
     first.encode(runs, Tenant())
     drain(first)
     first.close()
-    engine = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=4096)
-    remote_of(engine).seconds = 0.02
+    engine, now = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=4096), [0.0]
+    remote = remote_of(engine)
+    assert engine.store is not None
+    monkeypatch.setattr(engine.store.scout, "_clock", lambda: now[0])
+    monkeypatch.setattr(remote, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))  # no other time passes
+    remote.seconds = 0.02
     engine.encode(runs, Tenant())
     drain(engine)
-    assert engine.store is not None
+    assert now[0] > 2 * 0.3
     facts = engine.store.facts()
     assert facts.unanswered == {} and facts.loaded["remote"] > 0.9 * 20 * 24, "each answer came in time"
 
@@ -119,8 +129,14 @@ def test_an_answer_counts_though_the_step_took_longer_than_it_would(model: Model
         pass
     forward = engine.model.decoder.forward
 
+    asking, now = engine.store.scout, [0.0]  # type: ignore[union-attr]
+    monkeypatch.setattr(asking, "_clock", lambda: now[0])
+
     def slowly(*arguments: object) -> object:
-        time.sleep(0.06)
+        """What was asked before it is answered while it computes, and then too old."""
+        with asking._changed:  # type: ignore[union-attr]
+            asking._changed.wait_for(lambda: not asking._asked, LONG)  # type: ignore[union-attr]
+        now[0] += 0.06
         return forward(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.model.decoder, "forward", slowly)

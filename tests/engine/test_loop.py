@@ -107,9 +107,15 @@ def test_requests_posted_from_many_threads_are_answered_as_they_are_alone():
             posted[name] = loop.add(Request(name, PROMPTS[name], greedy()))
 
         threads = [threading.Thread(target=post, args=(name,)) for name in PROMPTS]
-        for thread in threads:
+        release = blocked(loop)
+        for thread in threads[:3]:
             thread.start()
-        for thread in threads:
+        for thread in threads[:3]:
+            thread.join()
+        release()  # these run together, and the others come meanwhile
+        for thread in threads[3:]:
+            thread.start()
+        for thread in threads[3:]:
             thread.join()
         assert {name: desk.answer(name) for name in PROMPTS} == {name: alone(prompt) for name, prompt in PROMPTS.items()}
         assert all(future.result(WAIT) is None for future in posted.values())
@@ -143,17 +149,19 @@ def leave() -> None:
 
 def test_a_cancelled_request_leaves_its_row_and_its_pages_at_once():
     with looping() as (loop, desk):
-        begun = threading.Event()
+        begun, cancelled = threading.Event(), threading.Event()
         deliver = desk.deliver
 
         def watch(events: Sequence[TokenEvent]) -> None:
             deliver(events)
             begun.set()
+            cancelled.wait(WAIT)
 
         loop._deliver = watch
         loop.add(Request("long", PROMPTS["request 2"], greedy(400))).result(WAIT)
         assert begun.wait(WAIT)
         loop.cancel("long")
+        cancelled.set()
         engine = idle(loop)
         assert len(desk.tokens["long"]) < 400
         assert engine.pages_in_use == engine.tree.pages

@@ -3,8 +3,9 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from pando.kv.run import Origin, Run
 from pando.kv.segment import Key
 from pando.model.load import Model
 from pando.store import scout, speeds
-from pando.store.tier import Card, Lost
-from tests.engine.test_store import Faulty, ask, cold, engine_of, evict, kept_then_opened, settled, spoil, whole, words
+from pando.store.tier import Card, Lost, Tier
+from pando.store.transfer import Load
+from tests.engine.test_store import Faulty, ask, cold, engine_of, evict, kept_then_opened, settled, spoil, stick, whole, words
 from tests.tiny import drain, greedy, run, tiny_llm, tiny_model
 
 PROMPT = words(1, 60)
@@ -33,9 +35,11 @@ def model() -> Model:
     return tiny_model()
 
 
-def slow(engine: Engine, seconds: float = 0.02) -> None:
-    """Each page takes so long to open, and so does each layer of it."""
-    spoil(engine, random.Random(0), 0.0, delay=seconds)
+def computes(engine: Engine, seconds: float) -> None:
+    """A token takes so long, whatever else this machine does."""
+    assert engine.store is not None
+    engine.store.speeds.computed(1, seconds)
+    engine.store.speeds.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
 
 
 def test_how_fast_prompts_are_computed_is_known_before_anyone_asks(model: Model, tmp_path: Path) -> None:
@@ -101,20 +105,22 @@ def test_a_load_is_given_up_when_computing_would_long_have_been_done(
 ) -> None:
     monkeypatch.setattr(speeds, "LEAST", 0.1)
     engine = kept_then_opened(model, tmp_path, PROMPT)
-    measure(engine)
-    slow(engine)  # 15 pages, to be opened and with two layers: 0.9 s
+    assert engine.store is not None
+    computes(engine, 0.0001)
+    stuck, load, begun = stick(engine), engine.store.load, list[Load]()
+    monkeypatch.setattr(engine.store, "load", lambda *given: (begun.append(load(*given)), begun[-1])[1])
     if not alone:
         engine.add(Request("other", words(2, 5), greedy(90)))
         engine.step()
-    began = time.monotonic()
     engine.add(Request("r", PROMPT, greedy(1)))
     while not (events := [event for event in engine.step() if event.request_id == "r"]):
         pass
-    assert time.monotonic() - began < 0.6
+    assert [(each.patience, each.done) for each in begun] == [(0.1, False)], "it takes longer still"
+    stuck.free.set()
     drain(engine)
     assert events[0].token == cold(model, PROMPT, 1)[0]
     assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
-    assert engine.store is not None and engine.store.facts().lost == {"late": 1}
+    assert engine.store.facts().lost == {"late": 1}
     whole(engine)
     engine.close()
 
@@ -129,10 +135,12 @@ def test_a_tier_that_was_given_up_once_is_left_and_the_answer_says_that_it_is_sl
     settled(first)
     first.close()
     engine = kept_then_opened(model, tmp_path, PROMPT)
-    measure(engine)
-    slow(engine)
+    computes(engine, 0.0001)  # all of it in a tenth of the time that a load gets
+    stuck = stick(engine)
     assert engine.store is not None
     ask(engine, PROMPT)
+    stuck.free.set()
+    settled(engine)
     before = engine.store.facts().recomputed
     events = ask(engine, other)
     assert [event.token for event in events] == cold(model, other)
@@ -248,18 +256,38 @@ def test_a_remote_that_does_not_say_what_it_has_is_counted_and_asked_once_for_a_
 class Slowly(Faulty):
     """A remote that takes its time to say what it has."""
 
-    seconds = 0.3
+    seconds, sleep = 0.3, staticmethod(time.sleep)
 
     def look(self, keys: Sequence[Key]) -> int:
-        time.sleep(self.seconds)
+        self.sleep(self.seconds)
         return self.inner.look(keys)
 
     def ends(self, parent: Key) -> Sequence[Card]:
-        time.sleep(self.seconds)
+        self.sleep(self.seconds)
         return self.inner.ends(parent)
 
 
-def remote_of(engine: Engine, how: type[Slowly] = Slowly) -> Slowly:
+class Held(Faulty):
+    """A remote that says what it has when it is let."""
+
+    def __init__(self, inner: Tier, dice: random.Random, share: float) -> None:
+        super().__init__(inner, dice, share)
+        self.free = threading.Event()
+
+    def look(self, keys: Sequence[Key]) -> int:
+        self._wait()
+        return self.inner.look(keys)
+
+    def ends(self, parent: Key) -> Sequence[Card]:
+        self._wait()
+        return self.inner.ends(parent)
+
+    def _wait(self) -> None:
+        if not self.free.wait(20):
+            raise Lost("late", "whoever lets it waits for it")
+
+
+def remote_of(engine: Engine, how: type[Any] = Slowly) -> Any:
     assert engine.store is not None and engine.store.scout is not None
     inner = engine.store.scout._inner  # type: ignore[attr-defined]
     made = engine.store.scout._inner = how(inner, random.Random(0), 0.0)  # type: ignore[attr-defined]
@@ -274,64 +302,49 @@ def test_asking_a_remote_holds_up_nobody_else(model: Model, tmp_path: Path) -> N
     engine.add(Request("talks", words(2, 5), greedy(400)))
     while not engine.step():
         pass
-    remote_of(engine)
+    remote, asks = remote_of(engine, Held), list[TokenEvent]()
     engine.add(Request("asks", PROMPT, greedy(3)))
-    longest, before, asks = 0.0, 0, []
+    goes_on(engine)
+    remote.free.set()
     while not asks:
-        began = time.monotonic()
-        events = engine.step()
-        longest = max(longest, time.monotonic() - began)
-        asks = [event for event in events if event.request_id == "asks"]
-        before += len(events) - len(asks)
-    assert longest < Slowly.seconds and before > 5
+        asks = [event for event in engine.step() if event.request_id == "asks"]
     assert asks[0].token == cold(model, PROMPT)[0] and asks[0].reuse.tiers == {"remote": 59}
     drain(engine)
     whole(engine)
     engine.close()
 
 
-def talking_beside_a_slow_remote(model: Model, shared: Path) -> Engine:
-    """An engine that answers someone, and takes its time to hear what a remote has."""
+def goes_on(engine: Engine) -> None:
+    """Who talks gets tokens, and nobody else does."""
+    told = list[str]()
+    while len(told) < 6:
+        told += [event.request_id for event in engine.step()]
+    assert {*told} == {"talks"}
+
+
+def talking_beside_a_silent_remote(model: Model, shared: Path) -> tuple[Engine, Held]:
+    """An engine that answers someone, and does not hear yet what a remote has."""
     engine = engine_of(model, None, remote=str(shared), kv_cache_tokens=1600, max_model_len=WINDOW)
     engine.add(Request("talks", words(2, 5), greedy(WINDOW - 10)))
     while not engine.step():
         pass
-    remote_of(engine)
-    return engine
+    return engine, remote_of(engine, Held)
 
 
-def longest_step(engine: Engine, until: Callable[[list[TokenEvent]], bool]) -> tuple[float, int]:
-    """Seconds, up to a step of which something is true; and how many tokens others got before."""
-    longest, tokens, events = 0.0, 0, list[TokenEvent]()
-    while not until(events):
-        began = time.monotonic()
-        events = engine.step()
-        longest, tokens = max(longest, time.monotonic() - began), tokens + sum(event.request_id == "talks" for event in events)
-    return longest, tokens
-
-
-def test_how_a_conversation_is_cut_is_asked_of_a_remote_while_others_go_on(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scout, "AWAITED", 10.0)  # it is asked of the cut, then of each of its runs
-    monkeypatch.setattr(scout, "FRESH", 10.0)
+def test_how_a_conversation_is_cut_is_asked_of_a_remote_while_others_go_on(model: Model, tmp_path: Path) -> None:
     history = words(1, 200)
     first = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=1600, max_model_len=WINDOW)
     ask(first, history)
     asked = Request("asks", [*history, *words(3, 60)], greedy(3), truncation=Truncation())
     beside = [event.token for event in run(first, [asked])["asks", 0]]
     first.close()
-    engine, heard = talking_beside_a_slow_remote(model, tmp_path), list[TokenEvent]()
-    began = time.monotonic()
+    (engine, remote), heard = talking_beside_a_silent_remote(model, tmp_path), list[TokenEvent]()
     engine.add(asked)
-    assert time.monotonic() - began < Slowly.seconds and engine.has_work
-
-    def answers(events: list[TokenEvent]) -> bool:
-        heard.extend(event for event in events if event.request_id == "asks")
-        return bool(heard)
-
-    longest, tokens = longest_step(engine, answers)
-    assert longest < Slowly.seconds and tokens > 5
+    assert engine.cutting.waiting == ["asks"] and engine.has_work
+    goes_on(engine)
+    remote.free.set()  # of the cut, and then of each of its runs
+    while not heard:
+        heard = [event for event in engine.step() if event.request_id == "asks"]
     truncated = heard[0].reuse.truncated
     assert truncated is not None and truncated.moved > 50 and truncated.recomputed is None, "what was dropped elsewhere goes on here"
     assert heard[0].reuse.tiers["remote"] > 50
@@ -353,21 +366,20 @@ def test_a_conversation_that_is_given_up_while_a_remote_is_asked_is_forgotten(mo
     engine.close()
 
 
-def test_whether_a_remote_has_modules_is_asked_while_others_go_on(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scout, "AWAITED", 10.0)
-    monkeypatch.setattr(scout, "FRESH", 10.0)
+def test_whether_a_remote_has_modules_is_asked_while_others_go_on(model: Model, tmp_path: Path) -> None:
     opening = Run(tuple(words(4, 40)), 0, Origin((), 0))
     runs = [opening, Run(tuple(words(5, 40)), 40, Origin((opening,), 40))]
     first = engine_of(model, None, remote=str(tmp_path), kv_cache_tokens=1600, max_model_len=WINDOW)
     assert first.encode(runs, Tenant()) == 2
     drain(first)
     first.close()
-    engine = talking_beside_a_slow_remote(model, tmp_path)
-    began = time.monotonic()
+    engine, remote = talking_beside_a_silent_remote(model, tmp_path)
     assert engine.encode(runs, Tenant()) == 2 and engine.unmade(runs, Tenant()) == 2
-    assert time.monotonic() - began < Slowly.seconds
-    longest, tokens = longest_step(engine, lambda _: not engine.unmade(runs, Tenant()))
-    assert longest < Slowly.seconds and tokens > 5
+    goes_on(engine)
+    assert engine.unmade(runs, Tenant()) == 2
+    remote.free.set()
+    while engine.unmade(runs, Tenant()):
+        engine.step()
     assert engine.store is not None and engine.store.facts().loaded == {"remote": 80}
     assert all(engine.holds(each, Tenant()) for each in runs)
     drain(engine)
@@ -394,14 +406,16 @@ def test_a_remote_is_asked_once_for_all_that_a_request_needs_and_what_begins_ali
 
 def test_a_remote_that_hangs_is_waited_for_once(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scout, "AWAITED", 0.2)
-    engine, free = engine_of(model, None, remote=str(tmp_path)), threading.Event()
-    monkeypatch.setattr(remote_of(engine), "look", lambda keys: free.wait(20) and 0)
+    engine, now = engine_of(model, None, remote=str(tmp_path)), [0.0]
+    remote, asking = remote_of(engine, Held), engine.store.scout  # type: ignore[union-attr]
+    monkeypatch.setattr(asking, "_clock", lambda: now[0])
+    monkeypatch.setattr(asking, "listen", lambda seconds: now.__setitem__(0, now[0] + seconds))  # no other time passes
     for number in range(4):
-        began = time.monotonic()
+        began = now[0]
         events = ask(engine, words(number, 60))
         assert [event.token for event in events] == cold(model, words(number, 60))
         assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "lost"
-        assert number == 0 or time.monotonic() - began < 0.2
+        assert now[0] == began if number else now[0] > 0.2
     assert engine.store is not None and engine.store.facts().unanswered == {"late": 4}
-    free.set()
+    remote.free.set()
     engine.close()

@@ -101,9 +101,9 @@ def test_thirty_thousand_pages_behind_one_system_prompt_enter_in_a_moment() -> N
     told = [entry(f"s{i}", f"s{i - 1}", 0) for i in range(1000)]
     for talk in range(3000):
         told += [entry(f"{talk}.{i}", f"{talk}.{i - 1}" if i else "s999", 1 + talk) for i in range(9)]
-    start = time.process_time()
+    start = time.thread_time()
     ledger, dropped = enter(told, pages=40_000)
-    assert time.process_time() - start < 3
+    assert time.thread_time() - start < 3
     assert not dropped and ledger.used["disk"] == len(told) * PAGE
 
 

@@ -611,11 +611,11 @@ def test_kept_states_that_do_not_come_are_made_again_as_they_were(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     monkeypatch.setattr(Speeds, "pays", lambda *_: True)
-    monkeypatch.setattr(transfer, "LATE", 0.05)
     stays, leaves = Talk(small(model), opening=110), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), opening=110)
     for talk in (stays, leaves):
         talk.until_cut()
     engine, stuck = leaves.engine, stick(leaves.engine)
+    monkeypatch.setattr(transfer, "LATE", 0.05)
     if not alone:
         engine.add(ask("other", words(23, 5), 100, None))
         engine.step()
@@ -634,13 +634,13 @@ def test_a_tier_that_does_not_answer_is_not_waited_for_again_however_often_a_con
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Speeds, "pays", lambda *_: True)
-    monkeypatch.setattr(transfer, "LATE", 0.05)
     stays, leaves = Talk(small(model), opening=110), Talk(small(model, disk_gib=0.01, disk_dir=str(tmp_path)), opening=110)
     for talk in (stays, leaves):
         talk.until_cut()
         for _ in range(8):
             talk.turn()
     engine, stuck = leaves.engine, stick(leaves.engine)
+    monkeypatch.setattr(transfer, "LATE", 0.05)
     loads, load = list[Load](), engine.store.load
     monkeypatch.setattr(engine.store, "load", lambda *given: (loads.append(load(*given)), loads[-1])[1])
     stays.turn()

@@ -133,11 +133,11 @@ ENTITIES = "".join(f'<!ENTITY a{i} "{f"&a{i - 1};" * 10}">' for i in range(1, 12
     ids=["bomb", "external entity", "external type", "parameter entity", "empty type"],
 )
 def test_a_document_type_an_external_entity_or_an_entity_bomb_is_refused(pml):
-    started = time.perf_counter()
+    started = time.thread_time()
     error = refused("<!-- fine -->\n" + pml)
     assert "a document type; PML has none" in error.message
     assert (error.line, error.column) == (2, 1)
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 def test_ten_thousand_nested_modules_are_refused():

@@ -376,7 +376,7 @@ def small_file(tmp_path_factory, tiny_gguf):
     return tiny_gguf(tmp_path_factory.mktemp("fuzz") / "tiny.gguf").read_bytes()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(at=st.integers(0, 9000), new=st.binary(min_size=1, max_size=8))
 def test_damage_to_the_header_is_an_error_of_pando_or_harmless(at, new, small_file, tmp_path_factory):
     place = tmp_path_factory.mktemp("damaged")

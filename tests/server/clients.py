@@ -18,7 +18,7 @@ from pando.engine.request import TokenEvent
 
 from .live import NAME, Live
 
-WAIT = 20.0  # seconds for what takes milliseconds on a machine with nothing else to do
+WAIT = 60.0  # seconds for what takes milliseconds on a machine with nothing else to do
 
 # In the manner of Hermes: tools are described, calls and their results stand between tags.
 HERMES_TEMPLATE = """
@@ -158,7 +158,8 @@ class Brake:
         return self._take()
 
     def let(self, steps: int) -> None:
-        self._allowed.release(steps)
+        if steps:
+            self._allowed.release(steps)
 
 
 @contextmanager

@@ -34,12 +34,18 @@ class Live:
         text = httpx.get(self.url + "/metrics", headers=headers).text
         return next(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.rsplit(" ", 1)[0] == name)
 
-    def settle(self, seconds: float = 10.0) -> None:
-        """Waits until nothing runs any more."""
+    def settle(self, seconds: float = 30.0) -> None:
+        """Waits until nothing runs any more, and what is told of the engine is so."""
         end = time.monotonic() + seconds
-        while self.service._tickets or self.service.loop._engine.has_work:
+        while self.service._tickets or self.service._open or not self._rests(seconds):
             assert time.monotonic() < end, "requests are stuck"
             time.sleep(0.01)
+        httpx.get(self.url + "/health")  # what was to be logged of them is: the server does one thing after another
+
+    def _rests(self, seconds: float) -> bool:
+        """Asked in the engine's thread: it is not in the middle of anything then."""
+        found = self.service.loop.call(lambda engine: None if engine.has_work else engine.stats()).result(seconds)
+        return found is not None and found == self.service.loop.stats
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ CONVERSATIONS, TURNS, ANSWER = 10, 3, 6
 OPENING, TURN = 40, 30  # tokens; every second conversation has the same opening
 PAUSE = 0.1  # seconds at most between the last thing heard of a life and its end
 GIB = 2**30
+STICKS = 5  # of so many lives one is killed in the middle of a file
+STUCK = "it sticks"
 KEPT = 160  # pages on disk, of about 200 and many others: they come and go
 
 
@@ -56,9 +58,15 @@ class World:
         page = self.model.config.layers * 2 * 8 * self.model.config.kv_heads * self.model.config.head_dim * 4
         return tiny_engine(self.model, page_size=8, kv_cache_tokens=320, disk_gib=KEPT * page / GIB, disk_dir=str(folder))
 
-    def live(self, folder: Path, seed: str, told: int, answers: int) -> None:
-        """Answers one turn after another, and writes what it answers to a pipe."""
+    def live(self, folder: Path, seed: str, told: int, answers: int, *, sticks: bool) -> None:
+        """Answers one turn after another, and writes what it answers to a pipe; or that it is in the middle of a file, and stays there."""
+
+        def stick(_: int) -> None:
+            os.write(told, (json.dumps(STUCK) + "\n").encode())
+            time.sleep(3600)
+
         dice, engine = random.Random(seed), self.engine(folder)
+        os.fdatasync = stick if sticks else os.fdatasync
         for _ in range(answers):
             which = dice.randrange(len(self.turns))
             prompt, expected = self.turns[which]
@@ -80,7 +88,7 @@ def _events(engine: Engine, prompt: list[int]):  # type: ignore[no-untyped-def]
     return run(engine, [Request("r", prompt, greedy(ANSWER))])["r", 0]
 
 
-def begin(world: World, folder: Path, seed: str, answers: int) -> tuple[int, int]:
+def begin(world: World, folder: Path, seed: str, answers: int, *, sticks: bool = False) -> tuple[int, int]:
     """A life: its process, and where it tells of itself."""
     assert threading.active_count() == 1
     heard, told = os.pipe()
@@ -90,23 +98,27 @@ def begin(world: World, folder: Path, seed: str, answers: int) -> tuple[int, int
     code = 1
     try:
         os.close(heard)
-        world.live(folder, seed, told, answers)
+        world.live(folder, seed, told, answers, sticks=sticks)
         code = 0
     finally:
         os._exit(code)
 
 
-def end(life: tuple[int, int], seen: Seen, after: int | None = None, pause: float = 0.0) -> int:
-    """Hears what it tells; answers how many tokens it had from disk. It is killed after so many answers and a pause, or lives on."""
+def end(life: tuple[int, int], seen: Seen, after: int | None = None, pause: float = 0.0, *, sticks: bool = False) -> int:
+    """Hears what it tells; answers how many tokens it had from disk. It is killed after so many answers and a pause, or when it sticks; or
+    lives on."""
     child, heard = life
     kill = after is not None
     with open(heard) as lines:
         facts = [json.loads(lines.readline()) for _ in range(after or 0)]
+        while sticks and STUCK not in facts:
+            facts.append(json.loads(lines.readline()))
         if kill:
             time.sleep(pause)
             os.kill(child, signal.SIGKILL)
             seen.kills += 1
         facts += [json.loads(line) for line in lines]
+    facts = [fact for fact in facts if fact != STUCK]
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) != (-signal.SIGKILL if kill else 0):
         seen.wrong.append(f"it ended with status {status}")
@@ -122,9 +134,10 @@ def main(folder: Path, kills: int, seed: str) -> None:
     world, seen, dice = World(tiny_model(layers=4)), Seen(), random.Random(seed)
     while seen.kills < kills:
         together = min(1 + (seen.kills % 3 == 0), kills - seen.kills)  # on one directory
-        lives = [begin(world, folder, f"{seed} {seen.kills} {each}", 10_000) for each in range(together)]
+        sticks = not seen.kills % STICKS  # so that some kill meets a file that is being written, however fast a disk is
+        lives = [begin(world, folder, f"{seed} {seen.kills} {each}", 10_000, sticks=sticks) for each in range(together)]
         for life in lives:
-            end(life, seen, dice.choice((0, 1, 2, 4)), dice.uniform(0, PAUSE))
+            end(life, seen, dice.choice((0, 1, 2, 4)), dice.uniform(0, PAUSE), sticks=sticks)
             seen.torn += any((folder / "v1" / "making").glob("*"))
     seen.last = end(begin(world, folder, f"{seed} last", 2 * len(world.turns)), seen)
     print(json.dumps(asdict(seen)))

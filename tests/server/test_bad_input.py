@@ -14,6 +14,7 @@ import pytest
 
 from pando.model.tokenizer import Tokenizer
 
+from .clients import braked
 from .live import Live, live
 
 GOOD = {"prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -302,7 +303,7 @@ def test_a_client_that_vanishes_while_it_sends_leaves_nothing(server: Live):
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_closes_its_side_counts_as_gone(server: Live, stream: bool):
-    with connect(server) as connection:
+    with braked(server), connect(server) as connection:  # it does not come to its end before
         connection.sendall(request(json.dumps({**LONG, "stream": stream}).encode()))
         connection.shutdown(socket.SHUT_WR)
         said = all_of(connection)
@@ -312,9 +313,12 @@ def test_a_client_that_closes_its_side_counts_as_gone(server: Live, stream: bool
 
 def test_a_client_that_leaves_in_the_middle_frees_its_rows(server: Live):
     cancelled = server.metric(CANCELLED)
-    with connect(server) as connection:
-        connection.sendall(request(json.dumps({**LONG, "n": 4}).encode()))
-        assert connection.recv(100)
+    with braked(server) as brake:
+        with connect(server) as connection:
+            connection.sendall(request(json.dumps({**LONG, "n": 4}).encode()))
+            brake.let(40)
+            assert connection.recv(100)
+        until(lambda: server.metric(CANCELLED) == cancelled + 1)  # before it comes to its end
     server.settle()
     assert server.metric(CANCELLED) == cancelled + 1
 

@@ -86,7 +86,7 @@ def test_a_running_stream_is_a_reader(server: Live, client: openai.OpenAI) -> No
         looking = threading.Thread(target=look)
         looking.start()
         while looking.is_alive():  # it is answered between two steps
-            brake.let(1)
+            brake.let(bool(server.service.loop._posted))
             looking.join(0.01)
         stream.close()
     look()
@@ -151,9 +151,13 @@ def test_a_stream_tells_its_pin_too(client: openai.OpenAI) -> None:
     assert last.pando["pin"]["tokens"] > 0
 
 
-def test_what_lived_its_time_goes(server: Live, client: openai.OpenAI) -> None:
+def test_what_lived_its_time_goes(server: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = server.service.loop._engine.scheduler
+    now = scheduler.clock()
+    monkeypatch.setattr(scheduler, "clock", lambda: now)
     ask(client, "For a second", extra_body={"prompt_cache_options": {"ttl": "1s"}})
     assert send(server, "/v1/cache").json()["pages"]["pinned"] > 0
+    monkeypatch.setattr(scheduler, "clock", lambda: now + 1.1)
     wait_for(lambda: send(server, "/v1/cache").json()["pages"]["pinned"] == 0)
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from .clients import WAIT, ask, braked, client_of, counters, said, wait_for
+from .clients import WAIT, ask, braked, client_of, counters, fetch, said, wait_for
 from .live import NAME, Live, live
 
 
@@ -22,12 +24,34 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture
+def hasty(server: Live) -> Iterator[openai.OpenAI]:
+    """A client that waits for a moment only, from when the server has its request."""
+
+    def sent(event: str, info: Any) -> None:
+        if event == "http11.send_request_body.complete":
+            wait_for(lambda: server.service._tickets)
+
+    def begin(request: httpx.Request) -> None:
+        request.extensions["trace"] = sent
+
+    with client_of(server) as client:
+        client._client.event_hooks = {"request": [begin]}
+        yield client.with_options(timeout=0.3)
+
+
 def cancelled(server: Live) -> float:
     return counters(server)['pando_requests_total{outcome="cancelled"}']
 
 
+def have_left(server: Live) -> None:
+    """Waits until the server knows that nobody waits, and has told the engine: it answers one after another."""
+    wait_for(lambda: not server.service._tickets)
+    assert fetch(server, "/health").status_code == 200
+
+
 def is_all_free(server: Live) -> bool:
-    stats = server.service.loop._engine.stats()
+    stats = server.service.loop.call(lambda engine: engine.stats()).result(WAIT)
     return stats.running == stats.waiting == 0 and stats.pages_in_use == stats.pages_cached == stats.pages_evictable
 
 
@@ -40,7 +64,7 @@ def test_a_stream_that_is_closed_frees_its_rows(server: Live, client: openai.Ope
             next(stream)
         wait_for(lambda: brake.steps == 6)
         stream.close()
-        wait_for(lambda: not server.service._tickets)
+        have_left(server)
         brake.let(2)
         wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 8
@@ -52,42 +76,42 @@ def test_a_stream_that_is_closed_before_its_first_token_leaves_nothing(server: L
     before = cancelled(server)
     with braked(server) as brake:
         ask(client, "Nothing of it", stream=True, max_tokens=400).close()
-        wait_for(lambda: not server.service._tickets)
+        have_left(server)
         brake.let(2)
         wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 2
     assert cancelled(server) == before + 1 and is_all_free(server)
 
 
-def test_a_client_that_waits_for_the_whole_and_leaves_frees_its_rows(server: Live, client: openai.OpenAI) -> None:
+def test_a_client_that_waits_for_the_whole_and_leaves_frees_its_rows(server: Live, hasty: openai.OpenAI) -> None:
     before = cancelled(server)
     with braked(server) as brake:
         brake.let(3)
         with pytest.raises(openai.APITimeoutError):
-            ask(client.with_options(timeout=0.3), "All of it", max_tokens=400, extra_body={"ignore_eos": True})
-        wait_for(lambda: not server.service._tickets)
+            ask(hasty, "All of it", max_tokens=400, extra_body={"ignore_eos": True})
+        have_left(server)
         brake.let(2)
         wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 5
     assert cancelled(server) == before + 1 and is_all_free(server)
 
 
-def test_who_waits_in_the_queue_can_leave_it(server: Live, client: openai.OpenAI) -> None:
+def test_who_waits_in_the_queue_can_leave_it(server: Live, hasty: openai.OpenAI) -> None:
     with braked(server) as brake:
         with pytest.raises(openai.APITimeoutError):
-            ask(client.with_options(timeout=0.3), "Not begun", max_tokens=400)
-        wait_for(lambda: not server.service._tickets)
+            ask(hasty, "Not begun", max_tokens=400)
+        have_left(server)
         brake.let(1)
         wait_for(lambda: not server.service.loop._engine.has_work)
     assert is_all_free(server)
 
 
 @pytest.mark.parametrize("route", ["warm", "pin"])
-def test_who_leaves_while_a_prompt_is_computed_takes_the_work_along(server: Live, client: openai.OpenAI, route: str) -> None:
+def test_who_leaves_while_a_prompt_is_computed_takes_the_work_along(server: Live, hasty: openai.OpenAI, route: str) -> None:
     with braked(server) as brake:
         with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.3).post(f"/cache/{route}", cast_to=dict, body={"prompt": route * 100})
-        wait_for(lambda: not server.service._tickets)
+            hasty.post(f"/cache/{route}", cast_to=dict, body={"prompt": route * 100})
+        have_left(server)
         brake.let(2)
         wait_for(lambda: not server.service.loop._engine.has_work)
     assert is_all_free(server)

@@ -15,7 +15,7 @@ from pando.model.load import Model
 from pando.model.tokenizer import Tokenizer
 
 from ..tiny import END, tiny_model, tiny_tokenizer
-from .clients import ask, client_of, counters, exactly, quoted, wait_for
+from .clients import WAIT, ask, client_of, counters, exactly, quoted, wait_for
 from .live import NAME, Live, live
 
 SOURCES = {"computed", "device", "host", "disk", "remote", "module"}
@@ -263,6 +263,7 @@ def test_what_was_kept_by_a_codec_that_rounds_is_not_called_exact() -> None:
     with live(engine={"host_gib": 0.01, "store_codec": "int8", "kv_cache_tokens": 512}) as server, client_of(server) as client:
         go_on(client, asked)
         assert go_on(client, asked).pando["reuse"] == "exact"
+        wait_for(lambda: server.service.loop.call(lambda engine: engine.tend() is None).result(WAIT))  # all of it is kept
         wait_for(lambda: server.metric('pando_store_saved_pages_total{tier="host"}') >= 3)
         for number in range(12):
             go_on(client, f"{number} others come, and need the room that it has taken in the pool.")

@@ -25,7 +25,7 @@ from pando.store import folder as folders
 from pando.store.index import Index
 
 from ..tiny import tiny_llm, tiny_model
-from .clients import ask, client_of, counters, said, wait_for
+from .clients import WAIT, ask, client_of, counters, said, wait_for
 from .live import Live, live
 from .test_signals import Process
 
@@ -152,17 +152,13 @@ def cold(model: Model) -> Callable[..., str]:
 
 def kept(server: Live) -> None:
     """Waits until every page is on disk, or was given up."""
-
-    def everything() -> bool:
-        found = counters(server)
-        taken, written = (found.get(f'pando_store_saved_pages_total{{tier="{tier}"}}', 0) for tier in ("host", "disk"))
-        return taken > 0 and written + unsaved(server) >= taken
-
-    wait_for(everything)
-
-
-def unsaved(server: Live) -> float:
-    return sum(count for name, count in counters(server).items() if name.startswith("pando_store_unsaved_pages_total"))
+    server.settle()
+    wait_for(lambda: server.service.loop.call(lambda engine: engine.tend() is None).result(WAIT))
+    server.settle()  # what is told is so
+    found = counters(server)
+    taken, written = (found.get(f'pando_store_saved_pages_total{{tier="{tier}"}}', 0) for tier in ("host", "disk"))
+    given_up = sum(count for name, count in found.items() if name.startswith("pando_store_unsaved_pages_total"))
+    assert taken > 0 and written + given_up >= taken
 
 
 def text(reply: Any) -> str:
@@ -247,5 +243,6 @@ def test_a_directory_that_is_removed_under_a_server_costs_no_answer(model: Model
         forget(server)
         for talk in (*talks, f"More: {LONG}"):
             assert text(ask(client, talk)) == cold(talk)
+        server.settle()  # what is told of the engine is so
         lost = {name: count for name, count in counters(server).items() if name.startswith("pando_store_lost_pages_total")}
         assert sum(lost.values()) > 0, lost

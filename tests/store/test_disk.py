@@ -251,8 +251,10 @@ def test_processes_and_threads_write_at_once(tmp_path, make):
     work = f"""
 import threading
 from pathlib import Path
+from pando.store import index
 from pando.store.disk import DiskTier
 from tests.store.pages import *
+index.WAIT_S = 60  # seconds: whoever writes may be held up for longer than a server would wait
 disk = DiskTier(Path({str(tmp_path / "kv")!r}), SHAPE)
 def run(turn):
     for step in range(40):

@@ -1,12 +1,20 @@
 """Is loading sooner than computing?"""
 
-import time
+from types import SimpleNamespace
 
+import pytest
+
+from pando.store import speeds as module
 from pando.store.speeds import HOPE, LEAST, LONGER, Meter, Moved, Speeds
 
 FAST, SLOW = Moved(1000, 0.001), Moved(1000, 10.0)
 WANTED = {"disk": 1000}
 TOKENS = 100  # of which each takes 10 ms
+
+
+@pytest.fixture(autouse=True)
+def unhurried() -> None:
+    """Here it is told what takes how long."""
 
 
 def speeds() -> Speeds:
@@ -65,13 +73,14 @@ def test_a_load_may_take_longer_than_computing_but_not_much() -> None:
     assert speeds().patience(1) == LEAST
 
 
-def test_of_a_load_from_several_tiers_each_has_its_own_time_and_a_share_of_the_copying() -> None:
+def test_of_a_load_from_several_tiers_each_has_its_own_time_and_a_share_of_the_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     meter = Meter()
     for tier, size, seconds in (("host", 100, 0.0), ("disk", 300, 0.02), ("disk", 0, 0.01), ("remote", 0, 0.01)):
-        began = time.perf_counter()
-        time.sleep(seconds)
+        began, now = now, now + seconds
         meter.add(tier, size, began)
-    time.sleep(0.04)
+    now += 0.0401
     read = meter.read()
     assert read.keys() == {"host", "disk"} and (read["host"].size, read["disk"].size) == (100, 300)
     assert 0.01 <= read["host"].seconds < read["disk"].seconds and read["disk"].seconds >= 0.06
