@@ -1,4 +1,4 @@
-"""Answers the prompts of an example. Run it with: python examples/run.py trip"""
+"""Answers the prompts of an example. Run it with: .venv/bin/python examples/run.py trip"""
 
 import sys
 from pathlib import Path

@@ -84,7 +84,7 @@ def parser() -> Parser:
 
     commands.add_parser(
         "bench",
-        help="measure Pando beside transformers; behind it `attention`, `throughput`, `modules`, `serve` or `soak` measure parts",
+        help="measure Pando beside transformers, or a part of it; `pando bench --help` names the parts",
         add_help=False,
     )
     commands.add_parser("version", help="print the version")

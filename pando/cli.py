@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import __version__
@@ -112,43 +113,16 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    match argv[:1]:
-        case ["serve"]:
-            from .bench.serve import main as serve
+    from .bench import PARTS
 
-            return serve(argv[1:])
-        case ["overhead"]:
-            from .bench.overhead import main as overhead
-
-            return overhead(argv[1:])
-        case ["soak"]:
-            from .bench.soak import main as soak
-
-            return soak(argv[1:])
-        case ["attention"]:
-            from .bench.attention.command import main as attention
-
-            return attention(argv[1:])
-        case ["modules"]:
-            from .bench.modules import main as modules
-
-            return modules(argv[1:])
-        case ["trace"]:
-            from .bench.trace import main as trace
-
-            return trace(argv[1:])
-        case ["truncation"]:
-            from .bench.truncation import main as truncation
-
-            return truncation(argv[1:])
-        case ["store"]:
-            from .bench.store import main as store
-
-            return store(argv[1:])
-        case ["throughput"]:
-            from .bench.throughput.command import main as throughput
-
-            return throughput(argv[1:])
+    name, *rest = argv or [""]
+    if name in PARTS:
+        code: int = import_module(f".bench.{PARTS[name][0]}", __package__).main(rest)
+        return code
+    if name and not name.startswith("-"):
+        raise InvalidOption(
+            f"there is no benchmark {name!r}; {', '.join(PARTS)} are, and without a name Pando is measured beside transformers"
+        )
     from .bench.foundation import main as foundation
 
     return foundation(argv)
@@ -229,7 +203,7 @@ def _modular(arguments: argparse.Namespace, llm: "LLM", schema: bytes, prompt: s
     llm.schemas.add(schema, file=str(arguments.schema), directory=folder, eager=arguments.eager, repair=arguments.repair)
     if arguments.eager and arguments.stats:
         print(f"schema encoded in {time.perf_counter() - start:.2f} s", file=sys.stderr)
-    return Prompt(prompt)
+    return Prompt(prompt, file=str(arguments.prompt_file))
 
 
 def _stream(events: Iterator[TokenEvent], stats: bool) -> None:

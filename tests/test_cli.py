@@ -16,6 +16,7 @@ import pytest
 
 import pando
 from pando import arguments, chat, cli
+from pando.bench import PARTS
 from pando.config import EngineConfig, ServerConfig, load
 from pando.engine.request import CompletionOutput, RequestOutput, Reuse, SamplingParams, TokenEvent, Truncated
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
@@ -354,6 +355,19 @@ def test_without_the_packages_of_the_server_one_line_says_what_to_install(monkey
         "pando: error: the package fastapi is missing here; "
         "install it with `pip install 'pando-llm[serve]'`, or in a checkout with `make dev`\n"
     )
+
+
+def test_every_benchmark_is_named_and_any_other_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    told = capsys.readouterr().out
+    for name in PARTS:
+        assert f"pando bench {name} " in told
+        with pytest.raises(SystemExit):
+            cli.main(["bench", name, "--help"])
+        assert f"pando bench {name} " in capsys.readouterr().out
+    assert cli.main(["bench", "nosuch"]) == 2
+    assert "no benchmark 'nosuch'" in capsys.readouterr().err
 
 
 def test_bench_serve_reads_its_own_arguments(monkeypatch):

@@ -193,6 +193,12 @@ def test_run_answers_a_prompt_made_of_modules(files, llm, capsys):
     assert again.err.startswith("34 prompt tokens, 33 cached · ") and "modular: 15 tokens are approximate" in again.err
 
 
+def test_a_run_names_the_file_of_a_prompt_that_is_wrong(files, llm, capsys):
+    (files / "ask.pml").write_text(PROMPT.replace("two", "twenty"))
+    assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml") == 2
+    assert capsys.readouterr().err.startswith(f"pando: error: {files / 'ask.pml'}:")
+
+
 def test_an_eager_run_encodes_all_modules_first(files, llm, capsys):
     line = ["run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 2, "--stats", "--eager"]
     assert run(*line) == 0

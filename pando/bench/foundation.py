@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config import Parser
 from ..errors import InvalidOption
-from . import cases
+from . import PARTS, cases
 from .baseline import library, write_random_model
 from .measure import Result, as_json, line, machine, table
 from .workloads import DATA_VARIABLE, gather
@@ -75,7 +75,13 @@ def _size(arguments: argparse.Namespace) -> cases.Size:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="pando bench", description="Measure Pando beside transformers, in one process and on the same weights.")
+    parts = "\n".join(f"  pando bench {name:<12}{what}" for name, (_, what) in PARTS.items())
+    parser = Parser(
+        prog="pando bench",
+        description="Measure Pando beside transformers, in one process and on the same weights.",
+        epilog=f"other benchmarks, each with options of its own:\n{parts}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--model", default="smollm2-135m", help="a Llama model by name, directory or file (smollm2-135m)")
     parser.add_argument("--random-weights", action="store_true", help="a model of that shape with random weights; needs no file or network")

@@ -24,10 +24,11 @@ from .words import Words
 @dataclass(frozen=True)
 class Prompt:
     """A prompt in PML, made from a schema that was added before. `repair`: the share of its module tokens that are computed again, where
-    they mind most that they were encoded without their neighbours; None: as the schema says."""
+    they mind most that they were encoded without their neighbours; None: as the schema says. `file`: what errors call it."""
 
     pml: str
     repair: float | None = None
+    file: str = "prompt"
 
 
 State = Literal["cached", "partly cached", "not encoded", "computed with each prompt"]
@@ -112,7 +113,7 @@ class Schemas:
 
     def parts(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[Run, ...], int | None, float]:
         """A prompt as a request takes it: the new words at its end, what stands before them, their position, and its repair."""
-        schema, bound = self.bind(prompt.pml)
+        schema, bound = self.bind(prompt.pml, file=prompt.file)
         repair = self.repair(schema) if prompt.repair is None else prompt.repair
         *before, last = bound.runs
         return (last.tokens, tuple(before), last.position, repair) if last.origin is None else ((), bound.runs, None, repair)
