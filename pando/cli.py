@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import __version__
@@ -113,16 +112,47 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    from .bench import PARTS
+    match argv[:1]:
+        case ["serve"]:
+            from .bench.serve import main as serve
 
-    name, *rest = argv or [""]
-    if name in PARTS:
-        code: int = import_module(f".bench.{PARTS[name][0]}", __package__).main(rest)
-        return code
-    if name and not name.startswith("-"):
-        raise InvalidOption(
-            f"there is no benchmark {name!r}; {', '.join(PARTS)} are, and without a name Pando is measured beside transformers"
-        )
+            return serve(argv[1:])
+        case ["overhead"]:
+            from .bench.overhead import main as overhead
+
+            return overhead(argv[1:])
+        case ["soak"]:
+            from .bench.soak import main as soak
+
+            return soak(argv[1:])
+        case ["attention"]:
+            from .bench.attention.command import main as attention
+
+            return attention(argv[1:])
+        case ["modules"]:
+            from .bench.modules import main as modules
+
+            return modules(argv[1:])
+        case ["trace"]:
+            from .bench.trace import main as trace
+
+            return trace(argv[1:])
+        case ["truncation"]:
+            from .bench.truncation import main as truncation
+
+            return truncation(argv[1:])
+        case ["store"]:
+            from .bench.store import main as store
+
+            return store(argv[1:])
+        case ["throughput"]:
+            from .bench.throughput.command import main as throughput
+
+            return throughput(argv[1:])
+    if argv and not argv[0].startswith("-"):
+        from .bench import PARTS
+
+        raise InvalidOption(f"there is no benchmark {argv[0]!r}; those are {', '.join(PARTS)}; see `pando bench --help`")
     from .bench.foundation import main as foundation
 
     return foundation(argv)

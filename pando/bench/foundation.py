@@ -75,7 +75,7 @@ def _size(arguments: argparse.Namespace) -> cases.Size:
 
 
 def _parser() -> Parser:
-    parts = "\n".join(f"  pando bench {name:<12}{what}" for name, (_, what) in PARTS.items())
+    parts = "\n".join(f"  pando bench {name:<12}{what}" for name, what in PARTS.items())
     parser = Parser(
         prog="pando bench",
         description="Measure Pando beside transformers, in one process and on the same weights.",
