@@ -21,6 +21,7 @@ from ..model.shelf import Shelf
 from ..store.codec import codec
 from ..store.disk import DiskTier
 from ..store.fileformat import file_size
+from ..store.folder import try_directory
 from ..store.host import HostTier
 from ..store.index import Entry
 from ..store.ledger import Ledger, Page
@@ -108,14 +109,24 @@ def _disk(config: EngineConfig, shape: Shape, file_bytes: int) -> tuple[DiskTier
             f"disk_gib is {config.disk_gib:g} and one page of {config.page_size} tokens takes {file_bytes / GIB:.3f} GiB; "
             "raise it to hold at least some pages, or give 0 for no disk"
         )
-    return (DiskTier(_directory(config), shape), size) if size else (None, 0)
+    if not size:
+        return None, 0
+    directory = _directory(config)
+    try:
+        try_directory(directory)
+    except OSError as error:
+        raise InvalidOption(
+            f"disk_dir is {directory}, and no file can be made there ({error.strerror or error}); "
+            "give the right to write there, choose another, or give 0 as disk_gib for no disk"
+        ) from error
+    return DiskTier(directory, shape), size
 
 
 def _disk_as_it_fits(directory: Path, shape: Shape, file_bytes: int) -> tuple[DiskTier | None, int]:
     """A part of what is free, or held already: so the bound does not shrink as the directory fills. Where that is less than a page, what is
     there is read all the same."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try_directory(directory)
         free = shutil.disk_usage(directory).free
     except OSError as error:
         log.warning("no context is kept on disk: %s cannot be used (%s); choose another --disk-dir", directory, error.strerror or error)

@@ -11,7 +11,9 @@ from .fileformat import file_size, header_for, tag
 from .folder import Finding, Folder
 from .index import Entry
 from .pagefile import PageFile
-from .tier import Card, Lost, Shape, remember_end
+from .tier import Card, Lost, NoRoom, Shape, remember_end
+
+SPARE = 2**14  # bytes that a page takes beside its file, at most: folders, and rows of the index
 
 
 class _Known(NamedTuple):
@@ -45,6 +47,7 @@ class DiskTier:
         """`shared`: by several machines, for whom SQLite has a journal of its own."""
         self.name = name
         self.is_full = False  # nothing more is kept, and what is there is read
+        self.gives_way = False  # whoever keeps pages here lets others go for them where the file system is full
         self._shape = shape
         self._tag = tag(shape)
         self._clock = clock
@@ -94,7 +97,11 @@ class DiskTier:
         if there:
             self._folder.record(header)
         else:
-            self._folder.write(header, layers)
+            try:
+                self._folder.write(header, layers, gives_way=self.gives_way)
+            except NoRoom as lost:
+                lost.there = self.size
+                raise
         with self._lock:
             self._learn(card.key, card.parent, header.size)
             if len(card.tokens) < self._shape.page_size:
@@ -112,6 +119,10 @@ class DiskTier:
     @property
     def count(self) -> int:
         return len(self._pages)
+
+    def file_bytes(self, page_bytes: int) -> int:
+        """What the file of a whole page takes."""
+        return file_size(self._shape.page_size, self._shape, page_bytes // self._shape.layers)
 
     @property
     def size(self) -> int:
@@ -142,11 +153,24 @@ class DiskTier:
     def make_room(self, bound: int, keep: Container[Key]) -> int:
         """Removes what is not in `keep` and not pinned, such as pages of other models and other processes, least recently used first, until
         the directory is within its bound; how many."""
+        return self._remove(self._surplus(bound, keep))
+
+    def make_way(self, size: int, keep: Container[Key]) -> list[Key]:
+        """The same, until the file system has room for so many bytes; which pages of this shape went."""
+        lacking = size + SPARE - self._folder.free
+        found = self._surplus(self.size - lacking, keep) if lacking > 0 else []
+        self._remove(found)
+        return [entry.key for entry in found if entry.shape == self._tag]
+
+    def _surplus(self, bound: float, keep: Container[Key]) -> list[Entry]:
         surplus, found = self.size - bound, list[Entry]()
         for entry in self._folder.entries("NOT pinned") if surplus > 0 else ():
             if surplus > 0 and (entry.shape != self._tag or entry.key not in keep):
                 found.append(entry)
                 surplus -= entry.size
+        return found
+
+    def _remove(self, found: Sequence[Entry]) -> int:
         self._forget([entry.key for entry in found if entry.shape == self._tag])
         return self._folder.remove([(entry.shape, entry.key) for entry in found])
 

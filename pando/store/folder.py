@@ -10,7 +10,9 @@ A file has its name only when all of it is written, so processes may share a dir
 import errno
 import fcntl
 import logging
+import math
 import os
+import shutil
 import sqlite3
 import stat
 import threading
@@ -22,12 +24,13 @@ from typing import NamedTuple
 
 from .fileformat import VERSION, Header, Name
 from .index import Entry, Index
-from .pagefile import PageFile, sweep, write_page
-from .tier import Lost
+from .pagefile import PageFile, probe, sweep, write_page
+from .tier import Lost, NoRoom
 
 log = logging.getLogger(__name__)
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+JOURNAL = 2**23  # bytes that must be free for it to grow as it likes: SQLite empties it at 4 MiB
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _MAY_BE_SOUND = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
     *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM),
@@ -48,15 +51,14 @@ class Folder:
     def __init__(self, directory: Path, *, shared: bool = False, clock: Callable[[], float] = time.time) -> None:
         """`shared`: by several machines."""
         self.root = directory / f"v{VERSION}"
-        self._making = self.root / "making"
+        self._making = _making(directory)
         self._shared = shared
         self._clock = clock
         self._told: set[str] = set()
         self._unindexed: list[tuple[Header, float]] = []  # written, while the index could not be
         self._lock = threading.Lock()
         try:
-            for place in (directory, self.root, self._making):
-                place.mkdir(mode=0o700, parents=place is directory, exist_ok=True)
+            _make(directory)
             with self._alone():
                 sweep(self._making)
                 self.index = self._indexed()
@@ -81,20 +83,31 @@ class Folder:
         except OSError:
             return False
 
-    def write(self, header: Header, layers: Sequence[memoryview]) -> None:
-        """Keeps a page, in place of what has its name; raises Lost."""
+    def write(self, header: Header, layers: Sequence[memoryview], *, gives_way: bool = False) -> None:
+        """Keeps a page, in place of what has its name; raises Lost. `gives_way`: where there is no room, the caller lets others go."""
         try:
             write_page(self.path(header.name), self._making, header, layers)
         except OSError as error:
-            lost = Lost("full" if error.errno in _NO_ROOM else "unreadable", f"{self.root} takes no pages ({error.strerror or error})")
-            self.tell(lost)
+            why, full = f"{self.root} takes no pages ({error.strerror or error})", error.errno in _NO_ROOM
+            lost = NoRoom(why) if full else Lost("full" if error.errno == errno.EFBIG else "unreadable", why)
+            said = "pages that are worth less go for new ones, and where none may, those are not kept" if full and gives_way else ""
+            self._tell(f"save {lost.reason}", f"{said or 'a page could not be kept'}: {why}")
             raise lost from error
         self.record(header)
+
+    @property
+    def free(self) -> float:
+        """Bytes that the file system has left, as far as it says so."""
+        try:
+            return shutil.disk_usage(self.root).free
+        except OSError:
+            return math.inf
 
     def record(self, header: Header) -> None:
         with self._lock:
             self._unindexed.append((header, self._clock()))
             with self.hint():
+                self._tidy()
                 self.index.add(self._unindexed)
                 self._unindexed.clear()
 
@@ -124,6 +137,7 @@ class Folder:
             except OSError as error:
                 self._tell("remove", f"{self.path(name)} cannot be removed ({error.strerror or error})")
         with self.hint():
+            self._tidy()
             self.index.remove(names)
         return removed
 
@@ -229,6 +243,11 @@ class Folder:
         except OSError:
             return False
 
+    def _tidy(self) -> None:
+        """The journal of the index grows for a while. Where it would take the room of pages, it is emptied first."""
+        if self.free < JOURNAL:
+            self.index.settle()
+
     @contextmanager
     def hint(self) -> Iterator[None]:
         """What the index does is worth having, and never worth failing for."""
@@ -254,6 +273,28 @@ class Folder:
         if kind not in self._told:
             self._told.add(kind)
             log.warning("%s; further ones like it are not logged", text)
+
+
+def try_directory(directory: Path) -> None:
+    """Makes it, where it is not there; raises OSError where no page can be written, unless that is for want of room, which may pass."""
+    try:
+        _make(directory)
+        probe(_making(directory))
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+
+
+def _making(directory: Path) -> Path:
+    return directory / f"v{VERSION}" / "making"
+
+
+def _make(directory: Path) -> None:
+    making = _making(directory)
+    for place in (directory, making.parent, making):
+        place.mkdir(mode=0o700, parents=place is directory, exist_ok=True)
 
 
 def _listed(path: Path) -> list["os.DirEntry[str]"]:

@@ -82,6 +82,15 @@ def write_page(path: Path, making: Path, header: Header, layers: Sequence[memory
         os.close(descriptor)
 
 
+def probe(making: Path) -> None:
+    """Raises OSError where no page could be begun: a file is made, and removed."""
+    descriptor, begun = _locked(making)
+    try:
+        os.unlink(begun)
+    finally:
+        os.close(descriptor)
+
+
 def _locked(making: Path) -> tuple[int, str]:
     """A new file and its name. Before it is locked, it may be swept away: then another one is made."""
     while True:

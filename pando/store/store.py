@@ -289,46 +289,48 @@ class Store:
         good = [card for card in cards if card not in failed]
         self.counts.saved["host"] += len(good)
         for tier in self.below:
-            self._write(tier, offer, good)
+            self._write(tier, offer.chain, good)
         self._passed([card.key for card in good])
 
     def _passed(self, keys: Sequence[Key]) -> None:
         """What has no lasting place in host memory leaves it, unless it is on its way down, and still to be written."""
-        has, queued, unwritten = self.ledger.has, self._queued, self._unwritten
-        self.host.drop([key for key in keys if key not in unwritten and key not in queued and not has(key, "host")])
+        self.host.drop([key for key in keys if not (key in self._unwritten or key in self._queued or self.ledger.has(key, "host"))])
 
-    def _write(self, tier: Tier, offer: Offer, cards: Sequence[Card]) -> None:
+    def _write(self, tier: Tier, chain: Sequence[Key], cards: Sequence[Card], again: bool = False) -> None:
         """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
+        if self._sharing is not None:
+            self._sharing.lift()
         if tier.name in self.ledger.capacities:
-            kept = self._keep(tier.name, offer.chain, {card.key for card in cards})
+            kept = self._keep(tier.name, chain, {card.key for card in cards})
             self.counts.unsaved["full"] += sum(not self.ledger.has(card.key, tier.name) for card in cards)
             cards = [card for card in cards if card.key in kept]
 
         def work() -> None:
             for card in cards:
                 lost = tried(partial(self.transfer.write, card, tier.name))
-                self._done.put(partial(self._written, tier.name, card, lost))
+                self._done.put(partial(self._written, tier, chain, card, lost, again))
 
         if cards:
             self._writing += len(cards)
             self._unwritten.update(card.key for card in cards)
             self.ledger.pin([card.key for card in cards])  # in host memory, until it is written
+            if self._sharing is not None and again:
+                self._sharing.make_way()
             self._writer.post(work)
 
-    def _written(self, tier: str, card: Card, lost: Lost | None) -> None:
+    def _written(self, tier: Tier, chain: Sequence[Key], card: Card, lost: Lost | None, again: bool) -> None:
         self._writing -= 1
         self._unwritten[card.key] -= 1
         if not self._unwritten[card.key]:
             del self._unwritten[card.key]
         self.ledger.unpin([card.key])
-        if lost is None:
-            self.counts.saved[tier] += 1
-        else:
+        self.counts.saved[tier.name] += lost is None
+        self.ledger.drop([card.key] if lost is not None else [], tier.name)
+        if self._sharing is not None and tier.name == "disk" and self._sharing.written(lost, again, self._unwritten):
+            self._write(tier, chain, [card], again=True)
+        elif lost is not None:
             self.counts.unsaved[lost.reason] += 1
-            self.ledger.drop([card.key], tier)
         self._passed([card.key])
-        if self._sharing is not None and lost is None and tier == "disk":
-            self._sharing.wrote(self._unwritten)
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
         self.counts.unsaved[reason] += len(cards)
@@ -340,9 +342,8 @@ class Store:
     def _move(self, moves: Sequence[Move]) -> None:
         """What leaves host memory is further down already, or is let go."""
         self._passed([move.key for move in moves if move.source == "host"])
-        for move in moves:
-            if move.source != "host":
-                self._remove([move.key], move.source)
+        for move in [move for move in moves if move.source != "host"]:
+            self._remove([move.key], move.source)
 
     def _remove(self, keys: Sequence[Key], tier: str) -> None:
         def work() -> None:

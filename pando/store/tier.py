@@ -27,6 +27,14 @@ class Lost(Exception):
         self.reason: Reason = reason
 
 
+class NoRoom(Lost):
+    """The place itself is full, whatever its bound: the page could be kept if others went."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("full", detail)
+        self.there = 0  # bytes of pages
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a kept page must have in common with the pool that takes it."""

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -765,10 +766,18 @@ def test_a_disk_bound_below_one_page_is_refused(model: Model, tmp_path: Path) ->
         engine_of(model, tmp_path, disk_gib=1e-9)
 
 
-def test_a_directory_that_cannot_be_written_costs_no_answer(model: Model, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    engine = engine_of(model, tmp_path / "file" / "store")
+def test_a_directory_that_cannot_be_written_costs_no_answer(model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any more: at the start it is refused."""
+    engine = engine_of(model, tmp_path / "store")
+    assert engine.store is not None
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("not a directory")
     assert tokens_of(engine, words(15, 30)) == cold(model, words(15, 30))
+    settled(engine)
+    facts = engine.store.facts()
+    assert facts.unsaved == {"unreadable": facts.saved["host"]} and facts.saved["host"] == 8 and "disk" not in facts.saved
+    [said] = [record.getMessage() for record in caplog.records if "takes no pages" in record.getMessage()]
+    assert said.startswith("a page could not be kept: ") and "(Not a directory)" in said and "lost" not in said
     engine.close()
 
 

@@ -16,7 +16,7 @@ import pytest
 from pando.store.disk import DiskTier
 from pando.store.fileformat import MAGIC, header_for, pack, tag
 from pando.store.host import HostTier
-from pando.store.tier import Lost
+from pando.store.tier import Lost, NoRoom
 
 from .faults import FaultyTier
 from .pages import LAYER, SHAPE, card, chain, data, keys, layers, read
@@ -169,6 +169,8 @@ def test_a_write_that_fails_leaves_nothing_behind(disk, tmp_path, monkeypatch, c
         assert lost.value.reason == reason
         assert disk.look([other.key]) == 0
     assert len(caplog.records) == 1  # the first of its kind
+    assert f"a page could not be kept: {tmp_path}/kv/v1 takes no pages ({os.strerror(code)})" in caplog.text
+    assert isinstance(lost.value, NoRoom) == (reason == "full")
     assert list((tmp_path / "kv/v1/making").iterdir()) == []
     assert read(disk.open(ONE.key)) == data(ONE)
 
