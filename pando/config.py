@@ -170,7 +170,7 @@ class ServerConfig:
         "what becomes of a prompt that does not fit, where no request of its session says: disabled refuses it, auto drops its oldest part",
     )
     pin_quota: int = _option(25, "percent of the KV cache that pins may hold", 0, 100)
-    max_queue: int = _option(256, "requests that wait for a row; further ones are answered 429", 0, 2**20)
+    max_queue: int = _option(256, "rows that may wait beside those that run; further requests are answered 429", 0, 2**20)
     request_timeout: int = _option(600, "seconds after which a request is given up", 1, 7 * 86400)
     drain_timeout: int = _option(30, "seconds that running requests get to end after SIGTERM", 0, 86400)
     max_body_mib: int = _option(8, "MiB that the body of a request may have; larger ones are answered 413", 1, 1024)

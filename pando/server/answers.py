@@ -194,7 +194,7 @@ class _Answer:
         calls: tuple[tools.Call, ...] = ()
         if self.stream is not None:
             piece = self.stream.feed(text)
-            rest = self.stream.finish() if event.finish_reason is not None else Piece()
+            rest = self.stream.finish(cut=event.finish_reason == "length") if event.finish_reason is not None else Piece()
             text, calls = piece.text + rest.text, piece.calls + rest.calls
             if self._one_call:
                 calls = calls[: 1 - len(self.calls)]
@@ -212,7 +212,9 @@ class _Answer:
         return start
 
     def finish(self, reason: str) -> ChatFinish:
-        return "tool_calls" if self.calls else "length" if reason == "length" else "stop"
+        if reason == "length" and not (self._one_call and self.calls):  # what was cut off may have been one more call
+            return "length"
+        return "tool_calls" if self.calls else "stop"
 
 
 class ChatAnswers:

@@ -20,7 +20,7 @@ from ..errors import InputError, MarkupError, PandoError, PromptTooLong, QuotaEx
 from .answers import Account, ChatAnswers, TextAnswers
 from .bodies import PatientRoute
 from .exchange import Exchange, gone, unless_gone
-from .failures import FailureBody, failure, from_validation, in_markup
+from .failures import FailureBody, Stopped, failure, from_validation, in_markup
 from .gate import Gate
 from .journal import Journal
 from .prompts import Asked, Prompt
@@ -64,6 +64,7 @@ REFUSALS: tuple[tuple[type[PandoError], int, str | None], ...] = (  # the first 
     (NotReady, 503, "not_ready"),
     (TimedOut, 503, "timeout"),
     (Lost, 503, "failed"),
+    (Stopped, 503, "stopped"),
     (UnknownSchema, 404, "schema_not_found"),
     (NotYours, 403, "schema_of_operator"),
     (SchemaExists, 409, "schema_exists"),

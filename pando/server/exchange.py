@@ -103,7 +103,8 @@ class Exchange:
         except PandoError as error:  # it is too late for a status
             self._error = error
             self._close()
-            yield event(failure(503, str(error), code="timeout" if self._ticket.outcome == "timeout" else "failed"))
+            outcome = self._ticket.outcome
+            yield event(failure(503, str(error), code=outcome if outcome in ("timeout", "stopped") else "failed"))
 
     def _first_token(self) -> None:
         if not self._account.tokens:
@@ -136,7 +137,7 @@ class Exchange:
             output_tokens=used["completion_tokens"],
             cached_tokens=used["prompt_tokens_details"]["cached_tokens"],
             miss=miss["reason"] if miss else None,
-            finish_reasons=[] if outcome in ("cancelled", "timeout", "failed") else [outcome],
+            finish_reasons=[] if outcome in ("cancelled", "timeout", "failed", "stopped") else [outcome],
             error=type(self._error).__name__ if self._error else None,
         )
         self._journal.request(

@@ -6,7 +6,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from ..errors import MarkupError
+from ..errors import MarkupError, PandoError
 
 TYPES = {
     400: "invalid_request_error",
@@ -44,6 +44,10 @@ PLAINER = {  # what the libraries below say, as a client can use it
     "not nested without end",
     "Method Not Allowed": "this path does not know the method; /docs lists what there is",
 }
+
+
+class Stopped(PandoError):
+    """The server ends, and so does what still runs."""
 
 
 class Failure(TypedDict):

@@ -11,6 +11,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -43,6 +44,7 @@ class Journal:
         self._prompts = prompts
         self._clock = clock
         self._lock = threading.RLock()  # re-entrant: a signal may interrupt a line with another
+        self._held: list[str] | None = None  # lines that may never be wanted
 
     @classmethod
     def from_config(cls, config: ServerConfig, stream: TextIO) -> "Journal":
@@ -66,6 +68,17 @@ class Journal:
         if self._requests:
             self.write("info", "request", request_id, fields)
 
+    def hold(self) -> None:
+        """Keeps back what only tells of progress, unless every detail is asked for."""
+        self._held = [] if LEVELS[self.level] > LEVELS["debug"] else None
+
+    def release(self) -> None:
+        """Writes what was kept back, and keeps nothing back any more."""
+        with self._lock:
+            held, self._held = self._held, None
+            for line in held or ():
+                self._put(line)
+
     def write(self, level: LogLevel, event: str, request_id: str, fields: Mapping[str, object]) -> None:
         if LEVELS[level] < LEVELS[self.level]:
             return
@@ -75,10 +88,17 @@ class Journal:
             record = head | shown | head  # these come first, and no field poses as one of them
             line = _as_text(head, shown) if self._stream.isatty() else json.dumps(record)
             with self._lock:
-                self._stream.write(line + "\n")
-                self._stream.flush()
-        except Exception:  # a full disk, a closed stream, an object that cannot be shown: there is nobody to tell
+                if self._held is not None and LEVELS[level] < LEVELS["warning"]:
+                    self._held.append(line)
+                else:
+                    self._put(line)
+        except Exception:  # an object that cannot be shown: there is nobody to tell
             pass
+
+    def _put(self, line: str) -> None:
+        with suppress(Exception):  # a full disk, a closed stream
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
 
 class Intake(logging.Handler):

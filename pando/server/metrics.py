@@ -18,7 +18,7 @@ from ..store.facts import StoreFacts
 if TYPE_CHECKING:
     from ..engine.facts import Stats
 
-Outcome = Literal["stop", "length", "tool_calls", "cancelled", "timeout", "failed"]
+Outcome = Literal["stop", "length", "tool_calls", "cancelled", "timeout", "failed", "stopped"]
 Source = Literal["computed", "device", "host", "disk", "remote", "module"]
 
 # From a GPU that answers in milliseconds to two slow cores that take minutes.

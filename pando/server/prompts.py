@@ -14,7 +14,7 @@ from .grammar import Grammars
 from .history import Drift, History, message_at, message_starts
 from .limits import MAX_PROMPT_TOKENS, Plain
 from .overflow import Overflow
-from .schemas import Holdings
+from .schemas import Holdings, is_element
 from .tenants import Public
 from .wire import ChatBody, ChosenTool, CompletionBody, Generation, TokenizeBody, WarmBody
 
@@ -72,8 +72,14 @@ class Prompts:
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
         params, messages = body.sampling(), body.conversation()
-        if len(messages) == 1 and messages[0]["role"] == "user" and self._schemas.is_prompt(tenant.owner, messages[0]["content"]):
-            return self._modular(body, messages[0]["content"], tenant, params)
+        asked = {place: message["content"] for place, message in enumerate(messages) if message["role"] == "user"}
+        if len(messages) == len(asked) == 1 and self._schemas.is_prompt(tenant.owner, asked[0]):
+            return self._modular(body, asked[0], tenant, params)
+        if (place := next((place for place, text in asked.items() if is_element(text)), None)) is not None:
+            raise InvalidPrompt(
+                f"a prompt in PML is the only message of its request, and messages[{place}] of {len(messages)} is one; write the others "
+                "into it, as <system>, <user> and <assistant>, or put a word before it if it is meant as text"
+            )
         wanted = body.definitions() if body.tool_choice != "none" else None
         form, constraint = None, self._format(body)
         if wanted:

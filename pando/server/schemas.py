@@ -7,13 +7,15 @@ from pathlib import Path
 from ..engine.schemas import Schemas
 from ..errors import InputError, InvalidOption, PandoError
 from ..markup.binding import Bound
-from ..markup.pml import parse
+from ..markup.pml import Element, parse
 from ..markup.prompt import prompt_schema
 from ..markup.schema import Schema
 from .limits import MAX_PML_BYTES, MAX_SCHEMAS
 
 BEGINNING = 1024  # characters of a message in which its schema must be named
-PROMPT = re.compile(r"""\s*<prompt\s[^<>]*?\bschema\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)')""")
+PROMPT = re.compile(r"""\ufeff?\s*<prompt\s(?:[^<>]*?\s)?schema\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)')""")
+ALONE = re.compile(r"<prompt[^<>]*/>|<prompt[^<>]*(?<!/)>(?:(?!</?prompt[\s/>]).)*+</prompt\s*>", re.DOTALL)  # from one tag to the other
+OF_PROMPTS = re.compile(rb"(?:\xef\xbb\xbf)?(?:\s++|<!--.*?-->)*+<prompt[\s/>]", re.DOTALL)  # how a file of them begins
 
 
 class UnknownSchema(PandoError):
@@ -42,19 +44,7 @@ class Holdings:
 
     def load(self, files: tuple[str, ...], directory: str | None) -> list[Schema]:
         """Registers files for everyone, and whatever schemas a directory has. `src` is read below the file's directory."""
-        found = sorted(Path(directory).glob("*.pml")) if directory is not None else []
-        if directory is not None and not Path(directory).is_dir():
-            raise InvalidOption(f"schema_dir: {directory} is no directory; name one with files of PML")
-        return [schema for path in (*map(Path, files), *found) if (schema := self._load(path, required=path not in found)) is not None]
-
-    def _load(self, path: Path, *, required: bool) -> Schema | None:
-        try:
-            element = parse(path.read_bytes(), str(path))
-        except OSError as error:
-            raise InvalidOption(f"schema: {path} cannot be read ({error.strerror}); name a file of PML") from error
-        if element.name == "prompt" and not required:  # they may well lie beside their schemas
-            return None
-        return self.common.add(element, directory=path.parent)
+        return [self.common.add(element, directory=path.parent) for path, element in read(files, directory)]
 
     # ---- a client's
 
@@ -106,17 +96,42 @@ class Holdings:
         """A prompt, and what of it is repaired if it does not say."""
         element = parse(pml, "prompt")
         name, own = prompt_schema(element), self._of(owner)
-        schemas = self.common if own.library.get(name) is None and self.common.library.get(name) is not None else own
+        is_common = own.library.get(name) is None and (self.common.library.get(name) is not None or not len(own.library))
+        schemas = self.common if is_common else own  # whichever has it, or something like it
         schema, bound = schemas.bind(element)
         return bound, schemas.repair(schema)
 
     def is_prompt(self, owner: bytes, text: str) -> bool:
-        """Whether a text is a prompt in PML: it begins as one, and this owner has its schema."""
-        found = PROMPT.match(text[:BEGINNING])
-        name = (found[1] or found[2] or "").strip() if found else ""
-        return bool(name) and any(schemas.library.get(name) is not None for schemas in (self._of(owner), self.common))
+        """Whether a text alone is a prompt in PML: it begins as one, and this owner has its schema or it is nothing else."""
+        known = any(schemas.library.get(_named(text)) is not None for schemas in (self._of(owner), self.common))
+        return known or is_element(text)
 
     def _of(self, owner: bytes) -> Schemas:
         if (found := self._owned.get(owner)) is None:
             found = self._owned.setdefault(owner, self._make())
         return found
+
+
+def read(files: tuple[str, ...], directory: str | None) -> Iterator[tuple[Path, Element]]:
+    """The operator's schemas as they are written: what is wrong with that is known before there is a model."""
+    if directory is not None and not Path(directory).is_dir():
+        raise InvalidOption(f"schema_dir: {directory} is no directory; name one with files of PML")
+    found = sorted(Path(directory).glob("*.pml")) if directory is not None else []
+    for path in (*map(Path, files), *found):
+        try:
+            pml = path.read_bytes()
+        except OSError as error:
+            raise InvalidOption(f"schema: {path} cannot be read ({error.strerror}); name a file of PML") from error
+        if path not in found or not OF_PROMPTS.match(pml):  # prompts may well lie beside their schemas, several in a file
+            yield path, parse(pml, str(path))
+
+
+def is_element(text: str) -> bool:
+    """Whether a text is one <prompt schema="..."> from its first character to its last, sound or not; blanks aside."""
+    return bool(_named(text)) and ALONE.fullmatch(text.removeprefix("\ufeff").strip()) is not None
+
+
+def _named(text: str) -> str:
+    """The schema of a text that begins as a prompt in PML; empty where it does not."""
+    found = PROMPT.match(text[:BEGINNING])
+    return (found[1] or found[2] or "").strip() if found else ""

@@ -20,14 +20,15 @@ from ..errors import InvalidOption
 from ..model.load import Model
 from .app import make_app
 from .journal import Journal, logging_config
+from .schemas import read
 from .service import Service
 from .tenants import Tenants
 from .tracing import tracing
 
 BACKLOG = 2048
 KEEP_ALIVE = 75  # seconds; longer than proxies keep theirs, so that it is them who close
-
-
+PATIENCE = 10  # seconds of loading after which nobody mistook an option, and whoever waits wants to see that it goes on
+FAREWELL = 3  # seconds, after the drain, in which requests that are given up are told so
 STALLED = 120_000  # milliseconds in which a client that is sent something takes none of it, and counts as gone
 EXIT_SIGNAL = 128  # and the number of the signal: what a shell says of a process that a signal ended
 
@@ -37,6 +38,17 @@ class Server(uvicorn.Server):
 
     last_signal = 0
 
+    def __init__(self, config: uvicorn.Config, drain: float, on_exit: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """`on_exit` is called when nothing is let in any more, `give_up` so many seconds later, if something still runs then."""
+        super().__init__(config)
+        self._drain, self._on_exit, self._give_up = drain, on_exit, give_up
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_exit()
+        over = asyncio.get_running_loop().call_later(self._drain, self._give_up)
+        await super().shutdown(sockets)
+        over.cancel()
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.last_signal = sig
         self.force_exit = self.force_exit or self.should_exit
@@ -45,7 +57,9 @@ class Server(uvicorn.Server):
 
 def serve(engine: EngineConfig, server: ServerConfig, model: Model | None = None) -> int:
     journal = Journal.from_config(server, sys.stderr)
+    journal.hold()  # a start that fails says why, and nothing else
     tenants = Tenants(server.api_key, engine.cache_salt)
+    list(read(server.schema, server.schema_dir))  # for what is wrong with them, before anything is waited for
     listener = _listen(server.host, server.port)
     running = Running(engine, server, tenants, journal, listener, model)
     running.on_ready = _keep_what_is_loaded
@@ -109,10 +123,10 @@ class Running:
             server_header=False,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=server.drain_timeout,
+            timeout_graceful_shutdown=server.drain_timeout + FAREWELL,
             backlog=BACKLOG,
         )
-        self.server = Server(settings)
+        self.server = Server(settings, server.drain_timeout, self._speak, self.service.end_requests)
 
     async def run(self) -> None:
         await self.server.serve(sockets=[self._listener])
@@ -130,6 +144,7 @@ class Running:
 
     async def _load(self) -> None:
         """Routes are there from the start, and say that the model is not."""
+        asyncio.get_running_loop().call_later(PATIENCE, self._speak)
         try:
             await self.service.start(self._model)
         except BaseException as error:
@@ -138,7 +153,13 @@ class Running:
                 self.server.should_exit = True
             return
         self.on_ready()
+        self._speak()
         self._announce()
+
+    def _speak(self) -> None:
+        """What was logged so far is wanted, unless the start failed."""
+        if self.failure is None:
+            self._journal.release()
 
     def _announce(self) -> None:
         service, config = self.service, self.service.config

@@ -26,6 +26,7 @@ from ..kv.run import Run
 from ..markup.schema import Schema
 from ..model.load import Model
 from ..model.tokenizer import Tokenizer
+from .failures import Stopped
 from .grammar import Grammars
 from .history import History
 from .metrics import Metrics, Outcome
@@ -85,6 +86,8 @@ class Ticket:
 
     def fail(self, error: PandoError) -> None:
         self._failure = error
+        if self.open_answers:
+            self.outcome = "stopped" if isinstance(error, Stopped) else "failed"
         self._filled.set()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenEvent]]]:
@@ -97,7 +100,6 @@ class Ticket:
                 self.outcome = "timeout"
                 raise TimedOut("the request took longer than it may; ask for fewer tokens, or raise --request-timeout") from None
             if self._failure is not None:
-                self.outcome = "failed"
                 raise self._failure
             events, self._inbox = self._inbox, []
             self._filled.clear()
@@ -194,6 +196,12 @@ class Service:
         self.loop = EngineLoop(lambda: self._load(model), deliver, give_up, self._observe)
         await asyncio.wrap_future(self.loop.start())
         self.state = "ready"
+
+    def end_requests(self) -> None:
+        """Their time to end by themselves is over: whoever waits is told so."""
+        self.state = "draining" if self.state == "ready" else self.state
+        for ticket in self._tickets.values():
+            ticket.fail(Stopped("the server is being stopped, and cannot end this answer; ask another one, or again when it is back"))
 
     def stop(self) -> None:
         if self.state in ("ready", "draining"):

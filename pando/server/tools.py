@@ -146,13 +146,16 @@ class Stream:
         self._count = 0
         self._fresh = True  # so far there was nothing but calls and blanks
         self._closing = False  # the last call's closer may still come
+        self._cut = False
         self._value: _Value | None = None  # what may be a call, which began
 
     def feed(self, text: str) -> Piece:
         self._held += text
         return self._drain(False)
 
-    def finish(self) -> Piece:
+    def finish(self, *, cut: bool = False) -> Piece:
+        """What was held back. `cut`: the answer did not end here by itself, and a call that has only begun is nothing to pass on."""
+        self._cut = cut
         return self._drain(True)
 
     def _drain(self, final: bool) -> Piece:
@@ -171,7 +174,7 @@ class Stream:
         held, marker = self._held, self._form.marker
         blanks = len(held) - len(held.lstrip())
         if self._fresh and self._form.unmarked and held[blanks : blanks + 1] == "{":
-            self._value = _Value(blanks, blanks + 1)
+            self._value = _Value(blanks, blanks + 1, marked=False)
             return True
         if (place := held.find(marker)) >= 0:
             before = held[:place].rstrip()
@@ -179,7 +182,10 @@ class Stream:
             self._value = _Value(place - len(before) + len(marker), place - len(before) + len(marker))
             return True
         begun = next((n for n in range(min(len(marker) - 1, len(held)), 0, -1) if held.endswith(marker[:n])), 0)
-        self._say(len(held) if final else len(held[: len(held) - begun].rstrip()), texts)
+        if self._cut and begun < 2 and not self._fresh:  # behind text, a single "<" is as likely text
+            begun = 0
+        whole = final and not (self._cut and begun)
+        self._say(len(held) if whole else len(held[: len(held) - begun].rstrip()), texts)
         return False
 
     def _close(self, final: bool) -> bool:
@@ -198,15 +204,16 @@ class Stream:
         end = value.end(self._held)
         if end is None and not value.broken and not final:
             return False
-        found = _calls(self._held[value.start : end]) if end is not None else None
+        begun = end is None and not value.broken and self._cut and (value.marked or _begins_call(self._held[value.start :]))
+        found = _calls(self._held[value.start : end], begun) if begun or end is not None else None
         self._value = None
-        if found is None or end is None:
+        if found is None:
             self._say(value.resume, texts)
             return True
         for name, arguments in found:
             calls.append(Call(self._count, self._form.new_id(), name, arguments))
             self._count += 1
-        self._held, self._fresh, self._closing = self._held[end:], True, bool(self._form.closer)
+        self._held, self._fresh, self._closing = "" if end is None else self._held[end:], True, bool(self._form.closer)
         return True
 
     def _say(self, length: int, texts: list[str]) -> None:
@@ -224,8 +231,9 @@ _STRUCTURE = re.compile(r"[^ \t\n\r0-9A-Za-z+\-.,:]")
 class _Value:
     """What may be a call, or a list of calls, in a growing text: looks at each character once to find where it ends."""
 
-    def __init__(self, start: int, resume: int) -> None:
+    def __init__(self, start: int, resume: int, *, marked: bool = True) -> None:
         self.start = start
+        self.marked = marked
         self.resume = resume  # if it is no call after all, the search for one goes on here
         self.broken = False  # it cannot be JSON
         self._at = start
@@ -261,20 +269,28 @@ def _refuse(constant: str) -> float:
 _JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _calls(text: str) -> list[tuple[str, str]] | None:
-    """Names and arguments of a call, or of a list of calls; None if it is anything else."""
+def _calls(text: str, cut: bool = False) -> list[tuple[str, str]] | None:
+    """Names and arguments of a call, or of a list of calls; None if it is anything else. `cut`: those that are whole."""
+    found: list[tuple[str, str]] = []
     try:
         at = _skip(text, 0)
         if text[at : at + 1] == "{":
             return [_call(text, at)[0]]
-        found = []
         while text[at : at + 1] in ("[", ","):
             call, at = _call(text, _skip(text, at + 1))
             found.append(call)
             at = _skip(text, at)
     except (ValueError, RecursionError):
-        return None
-    return found if text[at : at + 1] == "]" else None
+        return found if cut else None
+    return found if cut or text[at : at + 1] == "]" else None
+
+
+def _begins_call(text: str) -> bool:
+    """Whether nothing says that the beginning of an object will not be a call."""
+    if (head := re.match(r'\{\s*"name"\s*:\s*"([^"]*)', text)) is None:
+        return '{"name":"'.startswith("".join(text.split()))
+    rest = "".join(text[head.end() :].split())
+    return bool(NAME.fullmatch(head[1] or "_")) and any(key.startswith(rest[: len(key)]) for key in ('","parameters":', '","arguments":'))
 
 
 def _call(text: str, at: int) -> tuple[tuple[str, str], int]:

@@ -1,6 +1,7 @@
 """Errors are written as OpenAI writes them, in sentences, and never repeat what was sent."""
 
 import json
+from pathlib import Path
 
 import httpx
 import openai
@@ -8,7 +9,8 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from pando.server.failures import TYPES, failure, from_validation
+from pando.server.app import REFUSALS
+from pando.server.failures import CODES, TYPES, failure, from_validation
 from pando.server.replies import encode
 from pando.server.wire import ChatBody
 
@@ -99,3 +101,11 @@ def test_a_missing_body_is_told_from_a_missing_field() -> None:
 
 def test_no_errors_at_all_still_make_a_message() -> None:
     assert from_validation([]) == ("the request is not valid", None)
+
+
+def test_the_document_lists_every_code() -> None:
+    told = (
+        (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8").partition("\n## Errors\n")[2].partition("\n## ")[0]
+    )
+    for code in {*CODES.values(), *(code for _, _, code in REFUSALS if code)}:
+        assert f"`{code}`" in told, code

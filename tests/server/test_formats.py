@@ -135,6 +135,19 @@ def test_several_calls_have_ids_of_their_own(client: openai.OpenAI) -> None:
     assert len(once.choices[0].message.tool_calls) == 1
 
 
+@pytest.mark.parametrize("most", [1, 8, 30, 55, 70, 75, 90, 100])
+def test_calls_that_are_cut_off_say_so_and_leave_no_piece_of_themselves(client: openai.OpenAI, most: int) -> None:
+    options: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required", "max_tokens": most, "logit_bias": {str(END): -100}}
+    one = len('<tool_call>\n{"name": "clock", "arguments": {}}')
+    again = len("\n</tool_call>\n") + one
+    (choice,) = ask(client, "All", **options).choices
+    assert choice.finish_reason == "length" and not choice.message.content
+    assert len(choice.message.tool_calls or ()) == (0 if most < one else 1 + (most - one) // again)
+    chunks = [chunk.choices[0] for chunk in ask(client, "All", **options, stream=True)]
+    assert chunks[-1].finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
+    assert len([call for chunk in chunks for call in chunk.delta.tool_calls or ()]) == len(choice.message.tool_calls or ())
+
+
 def test_the_result_of_a_call_goes_on_from_what_was_computed(client: openai.OpenAI) -> None:
     """The call comes back through the template as the tokens that were generated: the next turn reuses all of them."""
     options: dict[str, Any] = {"tools": [WEATHER], "parallel_tool_calls": False}

@@ -177,6 +177,21 @@ def test_what_uvicorn_logs_is_in_the_journal(restored_loggers):
     assert "OSError: boom" in failed["exception"]
 
 
+def test_what_only_tells_of_progress_can_be_kept_back_until_it_is_wanted():
+    made = journal()
+    made.hold()
+    made.info("loading")
+    made.warning("slow")
+    assert [record["event"] for record in records(made)] == ["slow"]
+    made.release()
+    made.info("ready")
+    assert [record["event"] for record in records(made)] == ["slow", "loading", "ready"]
+    detailed = journal(None, "debug")
+    detailed.hold()
+    detailed.info("loading")
+    assert [record["event"] for record in records(detailed)] == ["loading"]
+
+
 @pytest.mark.parametrize("given", ["abc", "A.b_c-9", "x" * 128])
 def test_a_harmless_request_id_is_kept(given):
     assert request_id(given) == given

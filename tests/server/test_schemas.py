@@ -14,7 +14,7 @@ import pytest
 from pando.engine.engine import Engine
 from pando.engine.schemas import Schemas
 from pando.errors import InvalidOption, MarkupError
-from pando.server.schemas import Holdings
+from pando.server.schemas import Holdings, read
 from pando.store.speeds import Speeds
 
 from ..tiny import tiny_engine, tiny_model
@@ -540,14 +540,19 @@ def test_roles_are_those_of_the_chat_template_and_the_answer_is_the_assistants(s
 @pytest.mark.parametrize(
     "content",
     [
-        '<prompt schema="other"><rome/></prompt>',
         "<prompt>without a schema</prompt>",
         f"What does {BOTH} mean?",
         '<prompts schema="tour"/>',
         '<prompt><x schema="tour"/></prompt>',
         "<prompt " + "schema " * 20_000,
+        '<prompt schema="other"><rome/></prompt> means what?',
+        '<prompt schema="other"/> or <prompt schema="other"/>',
+        '<prompt schema="other"/> against <prompt schema="other"></prompt>',
+        "```xml\n" + BOTH + "\n```",
+        '<prompt my-schema="tour"/>',
+        '<prompt schema=""/>',
     ],
-    ids=["unknown", "nameless", "quoted", "another word", "within", "long"],
+    ids=["nameless", "quoted", "another word", "within", "long", "before", "two", "both kinds", "code", "another attribute", "empty"],
 )
 def test_other_messages_are_text_as_before(server: Live, client: openai.OpenAI, content: str) -> None:
     post(server, TOUR)
@@ -559,9 +564,44 @@ def test_other_messages_are_text_as_before(server: Live, client: openai.OpenAI, 
     assert reply.usage.prompt_tokens == len(f"user: {content}\nassistant: ") and reply.usage.prompt_tokens_details.module_tokens == 0
 
 
-def test_a_prompt_of_modules_among_other_messages_is_text(server: Live, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("content", ['<prompt schema="other"><rome/></prompt>', "\ufeff\n<prompt schema='tuor' />\n", BOTH])
+def test_a_message_that_is_a_prompt_of_an_unknown_schema_is_refused_as_a_completion_is(
+    server: Live, client: openai.OpenAI, content: str
+) -> None:
     post(server, TOUR)
-    messages = said(BOTH, "Everywhere.", "Really?")
+    if content is BOTH:
+        delete(server, "tour")
+    told = []
+    for asked in (chat, complete):
+        with pytest.raises(openai.BadRequestError, match=r"unknown schema '(other|tuor|tour)'") as caught:
+            asked(client, content)
+        told.append(caught.value.body)
+    assert told[0] == told[1] and told[0]["code"] == "invalid_pml"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("messages", "place"),
+    [
+        (said(BOTH, "Everywhere.", "Really?"), 0),
+        ([{"role": "system", "content": "Be brief."}, *said(BOTH)], 1),
+        (said("Hello", "Hello!", f"\n {BOTH} "), 2),
+        (said("Hello", "Hello!", '<prompt schema="tour">cats & dogs <rome></prompt>'), 2),
+    ],
+    ids=["next turn", "system", "later", "unsound"],
+)
+def test_a_prompt_of_modules_among_other_messages_is_refused(
+    server: Live, client: openai.OpenAI, messages: list[dict[str, str]], place: int, known: bool
+) -> None:
+    if known:
+        post(server, TOUR)
+    with pytest.raises(openai.BadRequestError, match=rf"the only message of its request, and messages\[{place}\]"):
+        client.chat.completions.create(model=NAME, messages=messages, max_tokens=2)  # type: ignore[arg-type]
+
+
+def test_other_messages_among_others_are_text(server: Live, client: openai.OpenAI) -> None:
+    post(server, TOUR)
+    messages = [*said(f"What does {BOTH} mean?", BOTH, f"{BOTH} I see."), {"role": "tool", "content": BOTH, "tool_call_id": "1"}]
     reply = client.chat.completions.create(model=NAME, messages=messages, max_tokens=2, temperature=0)  # type: ignore[arg-type]
     assert reply.usage.prompt_tokens_details.module_tokens == 0
     reply = client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": BOTH}], max_tokens=2, temperature=0)
@@ -633,6 +673,7 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "city.pml").write_text('<schema name="city">Hi. <module name="paris" src="texts/paris.txt"/></schema>')
     (tmp_path / "tour.pml").write_text(TOUR)
     (tmp_path / "ask.pml").write_text(BOTH)
+    (tmp_path / "several.pml").write_text(f"\ufeff<!-- <schema> is elsewhere -->\n{BOTH}\n\n{BOTH}\n")
     return tmp_path
 
 
@@ -644,6 +685,8 @@ def test_a_schema_of_the_operator_is_everyones_and_may_read_files_below_it(files
             with client_of(server, key) as client:
                 assert complete(client, '<prompt schema="city"><paris/></prompt>').usage.prompt_tokens == len("Hi. Paris has a tower.")
                 assert chat(client, '<prompt schema="city"><paris/></prompt>').usage.prompt_tokens_details.module_tokens == 22
+                with pytest.raises(openai.BadRequestError, match="did you mean 'city'"):
+                    chat(client, '<prompt schema="ctiy"><paris/></prompt>')
         assert delete(server, "city").status_code == 403
         assert post(server, '<schema name="city"/>', query="?repair=0.5").status_code == 403, "nobody repairs for everyone"
         refused = post(server, '<schema name="city">Other</schema>')
@@ -660,6 +703,12 @@ def test_a_directory_of_schemas_is_registered_and_encoded_at_the_start(files: Pa
         assert post(server, TOUR).json()["source"] == "operator", "the same content is the one that is here"
     with live(schema_dir=str(files)) as server:
         assert states(server)["rome"] == "not encoded"
+
+
+@pytest.mark.parametrize("folder", ["code", "persona", "retrieval", "trip"])
+def test_of_each_folder_of_examples_the_schema_is_taken_and_the_prompts_are_not(folder: str) -> None:
+    found = read((), str(Path(__file__).parents[2] / "examples" / folder))
+    assert [(path.name, element.name) for path, element in found] == [("schema.pml", "schema")]
 
 
 def test_a_server_with_a_bad_schema_does_not_start(files: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_server_that_still_loads_says_so_and_ends_when_it_is_told(start: Calla
     never = tmp_path / "never"
     os.mkfifo(never)  # reading it waits for a writer, who does not come
     port = quiet_port()
-    server = start(model, "--port", port, "--share-prefix", never)
+    server = start(model, "--port", port, "--share-prefix", never, "--log-level", "debug")  # otherwise it says nothing yet
     server.until(lambda: any("startup complete" in line for line in server.errors))
     address = f"http://127.0.0.1:{port}"
     assert httpx.get(f"{address}/health").status_code == 200
@@ -218,6 +218,60 @@ def test_what_cannot_work_ends_with_one_line_and_exit_code_2(
         printed, errors = capsys.readouterr()
         assert printed == "" and errors.count("\n") == 1, errors
         assert errors.startswith("pando: error: ") and text.lower() in errors.lower().replace("_", " ")
+
+
+def test_a_start_that_fails_says_why_and_nothing_else(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, home: Path
+):
+    broken = tmp_path / "broken.pml"
+    broken.write_text('<schema name="x">')
+    monkeypatch.setenv("PANDO_HOME", str(home))
+    monkeypatch.setenv("CC", "false")
+    missing = tmp_path / "missing"  # a model or a schema; a schema is looked at first
+    options: dict[str, list[object]] = {
+        "no model": [missing],
+        "use at most": [model, "--threads", 1000],
+        "made for": [model, "--max-model-len", CONTEXT + 1],
+        "schema: .*missing cannot be read": [missing, "--schema", missing],
+        "schema dir: .*missing is no directory": [missing, "--schema-dir", missing],
+        "broken.pml:1:18: malformed XML": [missing, "--schema-dir", tmp_path],
+    }
+    for text, given in options.items():
+        assert main(["serve", "--port", "0", "--dtype", "float32", "--no-native", *map(str, given)]) == 2
+        printed, errors = capsys.readouterr()
+        [told, *caret] = errors.splitlines()
+        assert printed == "" and len(caret) == (2 if "pml" in text else 0), errors
+        assert re.match(f"pando: error: .*{text}", told.replace("_", " ")), told
+
+
+def test_what_is_said_while_loading_is_said_late_but_said(start: Callable[..., Process], model: Path):
+    server = start(model, "--port", 0, "--no-native")
+    server.ready()
+    said = [json.loads(line).get("message", "") for line in server.errors]
+    assert said[0].startswith("Started server process") and any(line.startswith("loading ") for line in said)
+
+
+def test_whoever_outlasts_the_drain_is_told_and_nothing_looks_like_a_fault():
+    with live(drain_timeout=2) as server, ThreadPoolExecutor(2) as beside:
+        brake = Brake(server.service.loop._engine)
+        try:
+            body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+            streamed = beside.submit(lambda: list(stream(server.url, 400)))
+            asked = beside.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=WAIT)
+            wait_for(lambda: len(server.service._tickets) == 2)
+            wait_for(lambda: brake.let(1) or all(ticket.first for ticket in list(server.service._tickets.values())))
+            server.running.server.should_exit = True
+            wait_for(lambda: "Shutting down" in server.log.getvalue())
+            assert not streamed.done() and not asked.done() and server.service.state == "ready", "it still drains"
+            lines, whole = streamed.result(WAIT), asked.result(WAIT)
+        finally:
+            brake.let(1000)
+        assert len(lines) > 1 and whole.status_code == 503
+        for error in (json.loads(lines[-1].removeprefix("data: ")), whole.json()):
+            assert "being stopped" in error["error"]["message"] and error["error"]["code"] == "stopped"
+    logged = [json.loads(line) for line in server.log.getvalue().splitlines()]
+    assert [line["outcome"] for line in logged if line["event"] == "request"] == ["stopped"] * 2
+    assert {line["level"] for line in logged} == {"info"}, logged
 
 
 def test_a_request_that_outlasts_the_drain_is_told_that_the_server_has_stopped():

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -206,6 +207,50 @@ def test_a_long_answer_of_half_calls_takes_no_longer_than_its_length_explains(pi
     text = piece * 20_000
     assert HERMES.parse(text) == (text, [])
     assert time.thread_time() - start < 20  # were it quadratic, minutes
+
+
+# Cut off
+
+
+@pytest.mark.parametrize("split", [lambda text: [text], list], ids=["whole", "letter by letter"])
+@pytest.mark.parametrize(
+    ("name", "text", "plain", "calls"),
+    [
+        *(("hermes", f"<tool_call>\n{A}\n</tool_call>\n<tool_call>\n{B}"[:length], "", ONE) for length in range(48, 106)),
+        *(("hermes", f"<tool_call>\n{A}"[:length], "", []) for length in range(48)),
+        ("hermes", f"I will look.\n\n<tool_call>{A[:-1]}", "I will look.", []),
+        ("hermes", "I will look.\n<tool", "I will look.", []),
+        ("hermes", "It is 5 <", "It is 5 <", []),
+        ("hermes", f"<tool_call>{A}</tool_call>So it is", "So it is", ONE),
+        ("hermes", f"<tool_call>[{A}, {B[:-3]}", "", ONE),
+        ("hermes", "<tool_call>{or", "<tool_call>{or", []),
+        ("hermes", A[:-1], A[:-1], []),
+        *(("llama", P[:length], "", []) for length in range(1, len(P))),
+        *(("llama", f"{P}; {P}"[:length], "", ONE) for length in range(len(P), 2 * len(P) + 2)),
+        ("llama", f"<|python_tag|>{P[:-1]}", "", []),
+        ("llama", '{"name": "Ann", "age": 7, "bo', '{"name": "Ann", "age": 7, "bo', []),
+        ("llama", '{"town": "Oslo", "na', '{"town": "Oslo", "na', []),
+        ("llama", '{"name": "two words", "par', '{"name": "two words", "par', []),
+        ("mistral", f"[TOOL_CALLS] [{A}, {B[:-3]}", "", ONE),
+        ("mistral", f"[TOOL_CALLS] [{A}, ", "", ONE),
+        ("mistral", f"See.[TOOL_CALLS] [{A[:-3]}", "See.", []),
+    ],
+)
+def test_of_an_answer_that_is_cut_off_no_piece_of_a_call_is_passed_on(
+    name: str, text: str, plain: str, calls: list[tuple[int, str, str]], split: Callable[[str], list[str]]
+) -> None:
+    stream = Stream(FORMS[name])
+    pieces = [*(stream.feed(part) for part in split(text)), stream.finish(cut=True)]
+    assert "".join(piece.text for piece in pieces) == plain
+    assert shown([call for piece in pieces for call in piece.calls]) == calls
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(FORMS)), ANSWERS)
+def test_what_is_cut_off_loses_nothing_but_its_end(name: str, text: str) -> None:
+    stream, whole = Stream(FORMS[name]), FORMS[name].parse(text)[0]
+    pieces = [stream.feed(text), stream.finish(cut=True)]
+    assert whole.startswith("".join(piece.text for piece in pieces).rstrip())
 
 
 # Tools as clients define them
