@@ -154,7 +154,7 @@ class Truncations:
     def _held_behind(self, layout: Layout, left: list[int], home: Lineage) -> tuple[int, bool]:
         """How many tokens behind the runs there are states of; and whether what is held goes on differently from there."""
         at, page, keys = layout.placed, self._tree.page_size, list[Key]()
-        lineage = behind(layout, home)
+        lineage = _behind(layout, home)
         extend_keys(keys, lineage, left[at:], page)
         chain = lineage, home.owner, keys, left[at:], len(left) - at - 1, at
         self._ask([chain])
@@ -221,8 +221,8 @@ class Truncations:
     def cached(self, history: Sequence[int], home: Lineage, keys: list[Key], *, is_cut: bool) -> tuple[list[Stem], int]:
         """The stems of what the tree has of a history, or of what was left of it; and how many of its first tokens that are."""
         layout = (self._recall(history, home, keys) if is_cut else None) or Layout()
-        lineage, at, left = behind(layout, home), layout.placed, layout.left(history)
-        page, own, now = self._tree.page_size, list[Key](), self._clock()
+        lineage, at, left = _behind(layout, home), layout.placed, layout.left(history)
+        page, now, own = self._tree.page_size, self._clock(), list[Key]() if layout.end else keys  # uncut, they are the same
         found = [find(self._tree, want, now) for want in wants(home.owner, layout.runs, page, plain=home)]
         extend_keys(own, lineage, left[at:], page)
         match = self._tree.match(lineage, own, left[at:], len(left) - at, now, first=at)
@@ -239,7 +239,7 @@ class Truncations:
         return self.below.store.notes if self.below is not None else None
 
 
-def behind(layout: Layout, home: Lineage) -> Lineage:
+def _behind(layout: Layout, home: Lineage) -> Lineage:
     """Where what follows its runs is found."""
     return Lineage.of(Origin(layout.runs, layout.placed).key(home.owner)) if layout.runs else home
 

@@ -29,15 +29,21 @@ class Stem:
         """The position behind its last token."""
         return self.segment.first + len(self.segment)
 
+    @property
+    def opening(self) -> Page:
+        """Its first page."""
+        assert isinstance(self.segment.tokens, Tokens)
+        return self.segment.tokens.pages[0]
+
     def adopt(self, child: "Stem") -> None:
         key = child.segment.keys[0]
         if key not in self.children:
-            insort(self._openings.setdefault(child.owner, []), (_opening(child), key))
+            insort(self._openings.setdefault(child.owner, []), (child.opening, key))
         self.children[key] = child
 
     def disown(self, child: "Stem") -> None:
         key, pages = child.segment.keys[0], self._openings[child.owner]
-        del self.children[key], pages[bisect_left(pages, (_opening(child), key))]
+        del self.children[key], pages[bisect_left(pages, (child.opening, key))]
         if not pages:
             del self._openings[child.owner]
 
@@ -94,8 +100,3 @@ class Stem:
             stem = stack.pop()
             stem._path = None
             stack.extend(stem.children.values())
-
-
-def _opening(stem: Stem) -> Page:
-    assert isinstance(stem.segment.tokens, Tokens)
-    return stem.segment.tokens.pages[0]

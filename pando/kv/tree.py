@@ -127,7 +127,7 @@ class PrefixTree:
         rest = tuple(tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)])
         best, source, owners = 0, None, self._owners(stem, lineage.owner)
         for child in {child: None for owner in owners for child in (*stem.nearest(owner, rest), *islice(stem.within(owner, rest), 1))}:
-            said = _said(child)[0]
+            said = child.opening
             if (shared := shared_length(said, rest)) > best and shared >= min(least, len(said), len(rest)):
                 best, source = shared, child
         if source is None:
@@ -183,7 +183,7 @@ class PrefixTree:
         """Hands over the last, unfilled page of a sequence; answers the pages that nobody needs now (this one, if it is known)."""
         at, end = self._along(at), tuple(tokens)
         owners = self._owners(at, owner)
-        if any(_said(child)[0][: len(end)] == end for owner in owners for child in at.nearest(owner, end)):
+        if any(child.opening[: len(end)] == end for owner in owners for child in at.nearest(owner, end)):
             return [page]
         spare = self._drop_covered(at, end, owner)
         key = page_key(at.segment.key + owner, end)
