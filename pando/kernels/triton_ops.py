@@ -128,23 +128,28 @@ def rotate_and_store(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair, side = tl.arange(0, HALF), tl.arange(0, 2)
-    dims = 2 * pair[:, None] + side[None, :]  # [HALF, 2]
-    real = (heads < H + 2 * K)[:, None, None] & (dims < D)[None]
-    x = tl.load(qkv + (token * (H + 2 * K) + heads)[:, None, None] * D + dims[None], mask=real, other=0.0)
-    angle = tl.load(turn + (token * PAIRS + pair)[:, None] * 2 + side[None, :], mask=(pair < PAIRS)[:, None], other=0.0)
-    a, b = tl.split(x.to(tl.float32))  # [HEADS, HALF]
-    cosine, sine = tl.split(angle)
-    moves = (heads < H + K)[:, None] & (pair < PAIRS)[None, :]
-    y = tl.join(tl.where(moves, a * cosine[None] - b * sine[None], a), tl.where(moves, a * sine[None] + b * cosine[None], b))
-    y = y.to(x.dtype)
-    is_query, is_value = (heads < H)[:, None, None], (heads >= H + K)[:, None, None]
-    tl.store(turned + (token * H + heads)[:, None, None] * D + dims[None], y, mask=real & is_query)
+    heads, dims = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, 2 * HALF)
+    real = (heads < H + 2 * K)[:, None] & (dims < D)[None, :]
+    x = tl.load(qkv + (token * (H + 2 * K) + heads)[:, None] * D + dims[None, :], mask=real, other=0.0)
+    angle = tl.load(turn + token * (2 * PAIRS) + dims, mask=dims < 2 * PAIRS, other=0.0)
+    y = _turned(x, angle, (heads < H + K)[:, None], PAIRS, HALF, HEADS)
+    is_query, is_value = (heads < H)[:, None], (heads >= H + K)[:, None]
+    tl.store(turned + (token * H + heads)[:, None] * D + dims[None, :], y, mask=real & is_query)
     if k.dtype.element_ty == tl.float8e4nv:
         y = _in_8_bits(y.to(tl.float32))
-    tl.store(k + (slot * K + heads - H)[:, None, None] * D + dims[None], y, mask=real & ~is_query & ~is_value)
-    tl.store(v + (slot * K + heads - H - K)[:, None, None] * D + dims[None], y, mask=real & is_value)
+    tl.store(k + (slot * K + heads - H)[:, None] * D + dims[None, :], y, mask=real & ~is_query & ~is_value)
+    tl.store(v + (slot * K + heads - H - K)[:, None] * D + dims[None, :], y, mask=real & is_value)
+
+
+@triton.jit
+def _turned(x, angle, moves, PAIRS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr):
+    """Heads [HEADS, 2 HALF] by pairs of neighbours, of which the first PAIRS turn by as many angles (cosine, sine) where it `moves`. Taken
+    apart only here: what is fetched and stored as pairs goes four bytes at a time."""
+    a, b = tl.split(tl.reshape(x.to(tl.float32), (HEADS, HALF, 2)))
+    cosine, sine = tl.split(tl.reshape(angle, (HALF, 2)))
+    turns = moves & (tl.arange(0, HALF) < PAIRS)[None, :]
+    y = tl.join(tl.where(turns, a * cosine[None] - b * sine[None], a), tl.where(turns, a * sine[None] + b * cosine[None], b))
+    return tl.reshape(y, (HEADS, 2 * HALF)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -156,19 +161,12 @@ def turn_again(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     item = tl.program_id(0)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair, side = tl.arange(0, HALF), tl.arange(0, 2)
-    here = heads[:, None, None] * D + (2 * pair[:, None] + side[None, :])[None]  # [HEADS, HALF, 2]
-    real = (heads < H)[:, None, None] & (2 * pair[:, None] + side[None, :] < D)[None]
+    heads, dims = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, 2 * HALF)
+    here, real = heads[:, None] * D + dims[None, :], (heads < H)[:, None] & (dims < D)[None, :]
     is_moved = item >= count
     place = tl.where(is_moved, item - count, 0)
     token = tl.load(moved + place).to(tl.int64)
     x = tl.load(tl.where(is_moved, q + token * apart, turned + item.to(tl.int64) * (H * D)) + here, mask=real, other=0.0)
-    turns = is_moved & (pair < PAIRS)
-    angle = tl.load(turn + (place * PAIRS + pair)[:, None] * 2 + side[None, :], mask=turns[:, None], other=0.0)
-    a, b = tl.split(x.to(tl.float32))  # [HEADS, HALF]
-    cosine, sine = tl.split(angle)
-    y = tl.join(
-        tl.where(turns[None, :], a * cosine[None] - b * sine[None], a), tl.where(turns[None, :], a * sine[None] + b * cosine[None], b)
-    ).to(x.dtype)
+    angle = tl.load(turn + place * (2 * PAIRS) + dims, mask=is_moved & (dims < 2 * PAIRS), other=0.0)
+    y = _turned(x, angle, is_moved, PAIRS, HALF, HEADS)
     tl.store(out + item.to(tl.int64) * (H * D) + here, y, mask=real)
