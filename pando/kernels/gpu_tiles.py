@@ -141,7 +141,9 @@ class Tiles(NamedTuple):
             is_few = facts[2] * group <= small.rows
             few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors, 0.0)
             fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors if large.leaves else 0.0
-            many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching)
+            # single warps find room beside large tiles at any time: for those nobody has to be done earlier
+            lean = 0.0 if small.exact else LEAN * fetching
+            many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching, lean)
             tiles, larger = np.concatenate((many, few)), len(many)
         widths = tiles[:, 5]
         begins = widths.cumsum() - widths
@@ -168,7 +170,7 @@ class Tiles(NamedTuple):
         )  # fmt: skip
 
 
-def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors: int, meanwhile: float) -> Ints:
+def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors: int, meanwhile: float, lean: float = 0.0) -> Ints:
     """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next. `facts` of each:
     where its pages are listed, where its pairs are, how many, and its keys."""
     _, _, queries, tokens, _ = facts
@@ -180,8 +182,8 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
     if size.leaves:
         slow += len(tokens) / int(across.sum())
     keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size.crowd, processors, slow, meanwhile)
-    if meanwhile and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
-        keys += int(min(LEAN * meanwhile, keys / 4)) // SHORTEST * SHORTEST
+    if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
+        keys += int(min(lean, keys / 4)) // SHORTEST * SHORTEST
     count = across * ((tokens + (keys - 1)) // keys)
     begin = (count.cumsum() - count).repeat(count)
     cut, slice_ = np.divmod(np.arange(len(begin)) - begin, across.repeat(count))

@@ -281,6 +281,24 @@ def test_reads_are_cut_so_that_every_processor_has_work() -> None:
     assert launches(0, 0, 0) == (0, 0, 0)
 
 
+def test_halves_of_a_read_are_uneven_only_beside_blocks_that_wait_for_room() -> None:
+    from pando.kernels.gpu_tiles import Tiles, sizes
+
+    geometry = Geometry(32, 32, 128, 1.0)
+
+    def halves(tail: int, unseen: int) -> set[int]:
+        reads = [(list(range(256)), 16384, 0, list(range(256)), [0] * 256)]
+        reads += [([256 + row] * (tail // 64), tail, 16384, [row], [0]) for row in range(256)]
+        given = Reads(*tuple(joined(64, reads))[:-1], 256 * unseen)
+        cut = Tiles.cut(given, 256, geometry, *sizes(geometry, torch.bfloat16, given, 132), 132)
+        large = cut.tiles[: cut.launches[0]]
+        return set((large[:, 7] - large[:, 1]).tolist())
+
+    first, second = halves(128, 0)
+    assert first + second == 16384 and first != second
+    assert halves(64, 32) == halves(128, 32) == {8192}, "ends of one query, a warp each, run beside large tiles from the start"
+
+
 def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once() -> None:
     from pando.kernels.gpu_tiles import Tiles, sizes
 
