@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.launch import power_of_two
 from ..kernels.reads import Reads
 from ..kernels.staging import Staged
 from ..kv.pool import PagePool
@@ -24,9 +25,10 @@ from .batch import NOWHERE, Batch, Lowered
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)  # tokens
+FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+SIZES = (*FEW, *range(288, 385, 32), 448, 512, 640, 704, 768, 896, 1024)  # tokens: from 256 on, products take longer with each of them
 SPARE = 2.0  # room for larger plans than the one that a graph was captured with
-WANTED = (1, 8, 32, 128, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, since there are so many mixtures
+WANTED = (1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, there are so many mixtures
 ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: what is kept for others cannot be taken back meanwhile
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
@@ -52,12 +54,13 @@ class Kind(NamedTuple):
 class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
-        numbers = torch.zeros(5, max(kind.tokens, kind.wanted), dtype=torch.int64, device=device)
+    def __init__(self, kind: Kind, logits: Tensor) -> None:
+        numbers = torch.zeros(5, max(kind.tokens, kind.wanted), dtype=torch.int64, device=logits.device)
         self._staged = Staged(numbers)
         tokens, positions, slots, wanted, sources = numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]
         self.wanted, self.sources = wanted[: kind.wanted], sources[: kind.tokens]
+        self.logits = logits[: kind.wanted]
         self.lowering: Replaceable | None = None
         self.reads: Reads | None = None
         self.repeat: Repeat | None = None
@@ -96,6 +99,7 @@ class Graphs:
         that was done once what repeats it, at once or layer by layer."""
         self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
         self._captured: dict[Kind, _Captured] = {}
+        self._logits = torch.empty(0, decoder.config.vocab_size, device=pool.k.device)  # of all kinds: a step's are read before the next
         self._met: Counter[Kind] = Counter()
         self._reads: Reads | None = None  # the last ones, and what they want
         self._kind: Hashable = None
@@ -128,7 +132,9 @@ class Graphs:
             entry.fill(batch, self._pool.scratch)
             self.replays += 1
             return entry.repeat()
-        entry = _Captured(kind, self._pool.k.device)
+        if len(self._logits) < kind.wanted:  # graphs that were captured before keep theirs: twice the room that the largest wants
+            self._logits = self._logits.new_empty(power_of_two(kind.wanted), self._logits.shape[1])
+        entry = _Captured(kind, self._logits)
         entry.fill(batch, self._pool.scratch)
         entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE)
         logits = self._step(entry).clone()
@@ -140,7 +146,7 @@ class Graphs:
     def _step(self, entry: _Captured) -> Tensor:
         assert entry.lowering is not None
         entry.lowering.begin(entry.positions)
-        step = Step(entry.tokens, entry.positions, entry.slots, entry.wanted, entry.lowering.attend)
+        step = Step(entry.tokens, entry.positions, entry.slots, entry.wanted, entry.lowering.attend, entry.logits)
         return self._decoder.forward(step, self._pool)
 
 

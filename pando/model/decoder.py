@@ -33,6 +33,7 @@ class Step:
     slots: Tensor  # [T] int64: where each token's K and V are written
     wanted: Tensor  # [N] int64: the tokens whose logits are wanted
     attend: Attend
+    logits: Tensor | None = None  # fp32 [N, V]: where they are written, if not to memory of their own
 
 
 class Pool(Protocol):
@@ -81,7 +82,8 @@ class Decoder:
         attended = layer.attention(normed, turn, step, *pool.layer(last))
         # nobody reads the other tokens any more: their K and V are written
         x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
-        return self.head(self.norm(x, layer.finish(x, normed, attended))).to(torch.float32)
+        logits = self.head(self.norm(x, layer.finish(x, normed, attended)))
+        return logits.to(torch.float32) if step.logits is None else step.logits.copy_(logits)
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The stream as it enters the first layer, [T, C]."""
