@@ -258,7 +258,7 @@ class Replay:
         scheduler, more = self.scheduler, steps - 1
         decoding, before = list(scheduler.running) if more else [], len(scheduler.running) + len(scheduler.loading)
         for row in decoding:
-            row.tokens += [self._asked[row].token] * more
+            row.tokens.extend([self._asked[row].token] * more)
         if more:
             scheduler.retract()  # they do not go on by a token, as before
         scheduler.budget = steps * len(decoding) if more else self.machine.budget

@@ -8,7 +8,7 @@ from ..config import EngineConfig
 from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from ..kv.pages import Pages
 from ..kv.run import Origin, Run, are_tokens
-from ..kv.segment import Key, Lineage, extend_keys, page_key, root_key
+from ..kv.segment import Key, Lineage, compact, extend_keys, page_key, root_key
 from ..model.load import Model
 from .imports import pages_of, wants
 from .repair import check_gaps, check_share
@@ -48,11 +48,11 @@ class Admission:
         ends = bool(before) and before[-1].end > at
         self.check_runs(before)
         self.check_prompt(own, at + len(own))
-        prompt: list[int] = []
+        told: list[int] = []
         for run in before:
-            prompt += run.tokens
-        imported = len(prompt) - ends
-        prompt[imported:] = own
+            told += run.tokens
+        imported = len(told) - ends
+        prompt = compact([*told[:imported], *own])
         check(params, self._model.config.vocab_size)
         last = self.last(own, params.max_tokens, at, self.pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -143,7 +143,7 @@ class Admission:
         pages = public // self._pages.page_size
         return Lineage(root_key(self._model.digest, PUBLIC.salt), own, pages) if pages else Lineage.of(own)
 
-    def _trace(self, prompt: list[int], owner: bytes) -> list[Key]:
+    def _trace(self, prompt: Sequence[int], owner: bytes) -> list[Key]:
         size, lineage = self._pages.page_size, Lineage.of(root_key(self._model.digest, b"owner" + owner))
         keys: list[Key] = []
         extend_keys(keys, lineage, prompt, size)

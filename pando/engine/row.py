@@ -1,12 +1,13 @@
 """A row, and what is decided about rows for one step: values of the scheduler's, which alone changes them."""
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..kv.plan import Numbers, RowView
-from ..kv.segment import Key, Lineage, Placement, Segment
+from ..kv.segment import Key, Lineage, Placement, Segment, compact
 from ..kv.stem import Stem
 from ..store.keeper import Departing, Ended, Loading
 from .imports import Import, Want
@@ -31,7 +32,7 @@ class Row:
     constraint: Constraint | None = None  # what it may become
     trace: Sequence[Key] = ()  # keys of the prompt's pages, and of what is left, as every tenant of its owner would have them
     output: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # prompt, but for what is imported, and output
+    tokens: "array[int]" = field(init=False)  # prompt, but for what is imported, and output
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as they were needed
     arrival: int = 0
     stem: Stem | None = None  # the deepest on its path; pinned
@@ -67,8 +68,7 @@ class Row:
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
 
     def __post_init__(self) -> None:
-        own = self.prompt[self.imported :]
-        self.tokens = own if isinstance(own, list) else list(own)
+        self.tokens = compact(self.prompt[self.imported :])
 
     @property
     def behind(self) -> int:

@@ -7,6 +7,7 @@ and cutting a segment in two never needs a new key.
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -24,8 +25,16 @@ def root_key(model: bytes, salt: bytes) -> Key:
 
 
 def packed(numbers: Sequence[int]) -> bytes:
-    """As int32. An array of Python's takes twice as long to make, and every prompt comes through here."""
-    return struct.pack(f"{len(numbers)}i", *numbers)
+    """As int32."""
+    return numbers.tobytes() if isinstance(numbers, array) else struct.pack(f"{len(numbers)}i", *numbers)
+
+
+def compact(numbers: Sequence[int]) -> "array[int]":
+    """As an array. Lists are looked through from end to end whenever Python collects garbage: a thousand long prompts take it a third of
+    a second."""
+    made = array("i")
+    made.frombytes(packed(numbers))  # to make it of the numbers takes twice as long
+    return made
 
 
 def page_key(context: Key, tokens: Sequence[int]) -> Key:
