@@ -46,7 +46,7 @@ DRAWN: dict[str, Draw] = {
 }
 QUICK = {
     "batches": [2], "prefixes": [64, 128], "new": [9], "steps": 3, "prompts": [16, 64], "requests": 12, "rows": 4,
-    "longest": 12, "arrivals": [50.0, 200.0], "duration": 0.05,
+    "longest": 12, "arrivals": [50.0, 200.0],
     "chunk_prompts": [64, 128], "chunk_arrivals": [100.0, 100.0], "chunk_requests": 3, "chunk_answer": 8,
     "module_tokens": 600, "repeats": 1,
 }  # fmt: skip
@@ -113,7 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens"):
         if getattr(arguments, name) < 1:
             raise InvalidOption(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
-    for name in ("seconds", "duration", "limit", "bandwidth", "rate"):
+    for name in ("seconds", "limit", "bandwidth", "rate"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidOption(f"--{name} is {value}; it must be above 0")
@@ -145,7 +145,7 @@ def _parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is measured, anew with every line")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
-    grid.add_options(parser.add_argument_group("hydragen and steps"))
+    grid.add_options(parser.add_argument_group("hydragen and steps; the modes are also those of relay"))
     relay.add_options(parser.add_argument_group("relay"))
     chunk.add_options(parser.add_argument_group("chunk"))
     prompt_cache.add_options(parser.add_argument_group("prompt-cache"))

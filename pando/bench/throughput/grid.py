@@ -143,7 +143,7 @@ def behind(engine: Engine, batch: int, prefix: int, window: Window, seed: int, w
     shared = drawn(engine.model, f"{seed} prefix", prefix)
     ask(engine, [shared])
     own = Random(f"{seed} own").sample(range(engine.model.config.vocab_size), batch)
-    return decode(engine, [[*shared, token] for token in own], window, watch)
+    return decode(engine, [(*shared, token) for token in own], window, watch)  # a thousand lists would be looked through for garbage
 
 
 def promises(cells: Sequence[Cell], judged: bool) -> list[Result]:

@@ -55,11 +55,10 @@ def add_options(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--prompts", type=whole_numbers, default=[64, 512, 2048], metavar="N,N,...", help=prompts)
     to.add_argument("--lengths", type=Path, metavar="FILE", help="a CSV file of prompt and answer tokens (drawn by ShareGPT's quartiles)")
     to.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens of a prompt or an answer; more are cut off (2048)")
-    to.add_argument("--requests", type=int, default=768, metavar="N", help="of the batch job, more than rows (768)")
+    to.add_argument("--requests", type=int, default=1000, metavar="N", help="of the batch job, and at each rate; more than rows (1000)")
     to.add_argument("--rows", type=int, default=256, metavar="N", help="that run at the same time (256)")
     arriving = "requests per second that arrive at the service, ascending; it ends with the first that is too many (8,16,24,32,48,64,96)"
     to.add_argument("--arrivals", type=rates, default=[8, 16, 24, 32, 48, 64, 96], metavar="R,R,...", help=arriving)
-    to.add_argument("--duration", type=float, default=8.0, metavar="S", help="seconds in which they arrive (8)")
     limit = "ms for each token of an answer, on average, that are still bearable (100)"
     to.add_argument("--limit", type=float, default=100.0, metavar="MS", help=limit)
 
@@ -79,7 +78,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
         setting.report.begin(JOB, about, HEADS)
         jobs = _each_mode(setting, arguments, _job)
     if SERVICE in arguments.scenarios:
-        about = f"arriving for {arguments.duration:g} s, system prompt {max(arguments.prompts)}; bearable: {arguments.limit:g} ms/tok"
+        about = f"{arguments.requests} requests at each rate, system prompt {max(arguments.prompts)}; bearable: {arguments.limit:g} ms/tok"
         setting.report.begin(SERVICE, about, HEADS)
         services = _each_mode(setting, arguments, _service)
     if jobs or services:
@@ -92,6 +91,8 @@ Scenario = Callable[[Setting, argparse.Namespace, str, Engine], list[Load]]
 def _each_mode(setting: Setting, arguments: argparse.Namespace, scenario: Scenario) -> list[Load]:
     found: list[Load] = []
     for mode, attention in MODES.items():
+        if mode not in arguments.modes:
+            continue
 
         def work(engine: Engine, mode: str = mode) -> list[Load]:
             return scenario(setting, arguments, mode, engine)
@@ -123,10 +124,10 @@ def _service(setting: Setting, arguments: argparse.Namespace, mode: str, engine:
     length = max(arguments.prompts)
     system = drawn(engine.model, f"{setting.seed} system", length)
     warm(engine, system, arguments.rows)
-    lengths = lengths_of(arguments.lengths, arguments.rows * 5 // 4, arguments.longest, setting.seed)
-    _rehearse(engine, jobs_of(system, lengths, math.inf, engine.model.config.vocab_size, setting.seed))
+    lengths = lengths_of(arguments.lengths, arguments.requests, arguments.longest, setting.seed)
+    some = lengths[: arguments.rows * 5 // 4]
+    _rehearse(engine, jobs_of(system, some, math.inf, engine.model.config.vocab_size, setting.seed))
     for rate in sorted(arguments.arrivals):
-        lengths = lengths_of(arguments.lengths, max(1, round(rate * arguments.duration)), arguments.longest, setting.seed)
         loads.append(Load(mode, length, rate, serve(engine, jobs_of(system, lengths, rate, engine.model.config.vocab_size, setting.seed))))
         engine.clear_cache()
         setting.report.add(loads[-1])

@@ -58,6 +58,7 @@ class Setting:
 
     def settle_memory(self) -> None:
         """What engines before have left is given back to the device."""
+        gc.unfreeze()
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -114,6 +115,7 @@ class Setting:
 def _ready(model: Model, config: EngineConfig) -> Engine:
     engine = Engine(model, config)
     engine.warm_up()
+    gc.freeze()  # as a server does
     return engine
 
 
