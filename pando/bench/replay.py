@@ -9,6 +9,7 @@ to catch up with, and here several.
 import gc
 import heapq
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -35,7 +36,6 @@ ROOT = root_key(b"simulated", b"")
 HOME = Lineage.of(ROOT)
 PARAMS = SamplingParams()  # nothing is drawn
 TRIES = 100  # steps in which nobody could run, although nothing is on its way
-COPIES = 8  # objects of the same number: lists of a single one are slow to copy, since each place counts its references behind the other
 READY = 2**24  # tokens of layouts that are not made again: of all conversations that go on
 UNSURE = 16  # steps after which it is looked again whether a row that waits could run
 
@@ -171,11 +171,9 @@ class Replay:
 
     def _row(self, said: Sequence[tuple[int, int]], answer: int, number: int) -> Row:
         """Of a prompt: tokens, and how often each is said."""
-        prompt: list[int] = []
+        prompt = array("i")
         for token, times in said:
-            copies = [token + 0 for _ in range(COPIES)]
-            prompt += copies * (times // COPIES)
-            prompt += copies[: times % COPIES]
+            prompt += array("i", (token,)) * times
         before, keys = self._keys.get(number, (None, []))
         if before != prompt[0]:  # otherwise it begins with all that was said before, whose keys are known
             keys = []
@@ -184,11 +182,11 @@ class Replay:
             extend_keys(keys, HOME, prompt, self.machine.page)
         return self._cut(prompt, answer, keys) or Row("", 0, prompt, PARAMS, 0, HOME, len(prompt) + answer, ROOT, keys=keys)
 
-    def _cut(self, prompt: list[int], answer: int, keys: list[Key]) -> Row | None:
+    def _cut(self, prompt: "array[int]", answer: int, keys: list[Key]) -> Row | None:
         """What is left of a prompt that does not fit the window."""
         if self.machine.window is None or len(prompt) + answer <= self.machine.window:
             return None
-        asked = Request("", prompt, SamplingParams(max_tokens=answer), truncation=Truncation())
+        asked = Request("", prompt.tolist(), SamplingParams(max_tokens=answer), truncation=Truncation())
         cut = self._truncations.cut(asked, HOME, keys)
         if cut is None:
             return None
@@ -258,7 +256,7 @@ class Replay:
         scheduler, more = self.scheduler, steps - 1
         decoding, before = list(scheduler.running) if more else [], len(scheduler.running) + len(scheduler.loading)
         for row in decoding:
-            row.tokens.extend([self._asked[row].token] * more)
+            row.tokens += array("i", (self._asked[row].token,)) * more
         if more:
             scheduler.retract()  # they do not go on by a token, as before
         scheduler.budget = steps * len(decoding) if more else self.machine.budget

@@ -48,11 +48,11 @@ class Admission:
         ends = bool(before) and before[-1].end > at
         self.check_runs(before)
         self.check_prompt(own, at + len(own))
-        told: list[int] = []
+        prompt = compact(())
         for run in before:
-            told += run.tokens
-        imported = len(told) - ends
-        prompt = compact([*told[:imported], *own])
+            prompt.frombytes(run.packed)
+        imported = len(prompt) - ends
+        prompt[imported:] = compact(own)
         check(params, self._model.config.vocab_size)
         last = self.last(own, params.max_tokens, at, self.pages_of(before))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)

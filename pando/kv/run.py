@@ -53,6 +53,7 @@ class _Known:
     keys: dict[tuple[Lineage, int], tuple[Key, ...]] = field(default_factory=dict)
     vocabulary: int | None = None  # whose tokens it is made of
     tokens: bytes | None = None  # their digest
+    packed: bytes | None = None  # and they themselves
     moved: dict[int, "Run"] = field(default_factory=dict)  # by position
 
 
@@ -97,12 +98,19 @@ class Run:
             origin = Origin(origin.context, origin.first + start, (*origin.before, *self.tokens[:start]))
         return Run(self.tokens[start:stop], self.position + start, origin)
 
+    @property
+    def packed(self) -> bytes:
+        """Its tokens as int32."""
+        if self._known.packed is None:
+            self._known.packed = packed(self.tokens)
+        return self._known.packed
+
     @cached_property
     def digest(self) -> bytes:
         """Names the tokens, where they stand, and where they come from."""
         made = b"" if self.origin is None else self.origin.digest + self.origin.first.to_bytes(8, "little")
         left = () if self.origin is None else self.origin.before
-        facts = (made, packed(left), packed(self.tokens), self.position.to_bytes(8, "little"))
+        facts = (made, packed(left), self.packed, self.position.to_bytes(8, "little"))
         return hashlib.sha256(b"".join(len(fact).to_bytes(8, "little") + fact for fact in facts)).digest()
 
     @property

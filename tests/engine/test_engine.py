@@ -1,5 +1,6 @@
 """The engine as its users meet it: what is computed, what is kept, what is refused, and that one request never harms another."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,17 @@ def peak(engine: Engine, requests: list[Request]) -> int:
 
 
 # ---- sharing
+
+
+def test_what_is_kept_of_long_prompts_is_not_looked_through_for_garbage() -> None:
+    engine = tiny_engine(max_num_seqs=4)
+    for name in range(3):
+        engine.add(Request(str(name), [7] * 200, greedy(5)))
+    engine.step()
+    gc.collect()
+    held = [thing for row in engine.answers for thing in gc.get_referents(row)]
+    assert len(engine.answers) == 3
+    assert not [thing for thing in held if gc.is_tracked(thing) and len(gc.get_referents(thing)) >= 200]
 
 
 def test_two_requests_that_arrive_together_compute_what_they_share_once() -> None:

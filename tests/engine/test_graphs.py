@@ -107,6 +107,16 @@ def test_a_graph_goes_only_when_the_one_that_takes_its_place_is_there(model: Mod
     assert alive[:3] == [0, 1, 1]
 
 
+def test_captured_steps_of_all_kinds_share_the_memory_of_their_logits(model: Model) -> None:
+    engine = tiny_engine(model, max_num_seqs=16)
+    graphs = captured(engine)
+    run(engine, [Request(str(i), prompt(i, 9), greedy(60 - 3 * i)) for i in range(16)])  # ever fewer rows, and then ever more
+    for count in range(1, 17):
+        run(engine, [Request(f"{count} {i}", prompt(i, 9), greedy(4)) for i in range(count)])
+    rows = {entry.logits.untyped_storage().data_ptr(): len(entry.logits) for entry in graphs._captured.values()}
+    assert len(graphs._captured) > 3 and len(rows) == 1
+
+
 def test_a_step_with_a_prompt_is_captured_only_when_its_kind_comes_again_and_again(model: Model) -> None:
     engine = tiny_engine(model)
     graphs = captured(engine)
