@@ -123,6 +123,7 @@ class Graphs:
         except RuntimeError as error:  # no memory, or a driver that cannot
             self._broken = True
             self._captured.clear()
+            self._logits = self._logits[:0].clone()
             log.warning("steps are not captured as graphs, which makes short ones slower: %s", " ".join(str(error).split())[:300])
             return None
 

@@ -141,7 +141,7 @@ class Tiles(NamedTuple):
             is_few = facts[2] * group <= small.rows
             few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors, 0.0)
             fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors if large.leaves else 0.0
-            # single warps find room beside large tiles at any time: for those nobody has to be done earlier
+            # short ends are programs small enough to find room beside large tiles at any time: for those nobody has to be done earlier
             lean = 0.0 if small.exact else LEAN * fetching
             many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching, lean)
             tiles, larger = np.concatenate((many, few)), len(many)

@@ -26,7 +26,7 @@ def root_key(model: bytes, salt: bytes) -> Key:
 
 def packed(numbers: Sequence[int]) -> bytes:
     """As int32."""
-    return numbers.tobytes() if isinstance(numbers, array) else struct.pack(f"{len(numbers)}i", *numbers)
+    return numbers.tobytes() if isinstance(numbers, array) and numbers.typecode == "i" else struct.pack(f"{len(numbers)}i", *numbers)
 
 
 def compact(numbers: Sequence[int]) -> "array[int]":

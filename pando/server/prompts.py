@@ -21,7 +21,7 @@ from .wire import ChatBody, ChosenTool, CompletionBody, Generation, TokenizeBody
 
 @dataclass(frozen=True)
 class Prompt:
-    tokens: list[int]
+    tokens: tuple[int, ...]  # a list would be looked through for garbage
     text: str | None  # None where tokens were given
     public: int = 0  # first tokens that every tenant shares
     starts: Sequence[int] = ()  # the first token of each message
@@ -119,7 +119,7 @@ class Prompts:
         if body.truncation == "auto":
             raise InvalidPrompt("truncation drops the oldest part of a prompt, and this one is made of modules; leave modules out instead")
         bound, repair = self._schemas.bind(tenant.owner, pml)
-        tokens = [token for run in bound.runs for token in run.tokens]
+        tokens = tuple(token for run in bound.runs for token in run.tokens)
         return Prompt(tokens, pml, bound=bound, repair=repair if body.repair is None else body.repair)
 
     def warm(self, body: WarmBody) -> Prompt:
@@ -135,7 +135,7 @@ class Prompts:
             return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
         messages = [message.plain() for message in body.messages or ()]
         definitions = [tool.plain() for tool in body.tools] if body.tools else None
-        return self._conversation(messages, definitions, answered=body.add_generation_prompt).tokens
+        return list(self._conversation(messages, definitions, answered=body.add_generation_prompt).tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
@@ -147,10 +147,10 @@ class Prompts:
         self._check_length(text, truncates)
         tokens, offsets = self._tokenizer.encode_with_offsets(text, MAX_PROMPT_TOKENS if truncates else self._max_len)
         starts = message_starts(text, [message["content"] for message in messages], offsets) if offsets else ()
-        return Prompt(tokens, text, self._public.length(tokens), starts)
+        return Prompt(tuple(tokens), text, self._public.length(tokens), starts)
 
     def _truncation(
-        self, tokens: list[int], messages: Sequence[Plain], definitions: Sequence[Plain] | None, max_tokens: int | None
+        self, tokens: Sequence[int], messages: Sequence[Plain], definitions: Sequence[Plain] | None, max_tokens: int | None
     ) -> Truncation:
         """What of a conversation stays. One that fits is not rendered again to know."""
         if len(tokens) + wanted_room(max_tokens, self._max_len) <= self._max_len:
@@ -176,7 +176,7 @@ class Prompts:
             self._check_length(prompt, truncates)
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         how = Truncation() if truncates else None
-        return Prompt(tokens, prompt if isinstance(prompt, str) else None, self._public.length(tokens), truncation=how)
+        return Prompt(tuple(tokens), prompt if isinstance(prompt, str) else None, self._public.length(tokens), truncation=how)
 
     def _format(self, body: ChatBody) -> Callable[[], Constraint] | None:
         wanted = body.response_format

@@ -153,7 +153,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     pando: PandoReport
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 class Delta(TypedDict):
@@ -178,7 +178,7 @@ class ChatChunk(TypedDict):
     choices: list[ChatDeltaChoice]
     usage: NotRequired[Usage | None]
     pando: NotRequired[PandoReport]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 # ---- plain completions
@@ -190,7 +190,7 @@ class TextChoice(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: TextFinish | None  # null within a stream
     token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 class TextCompletion(TypedDict):
@@ -218,7 +218,7 @@ class Envelope:
     tells_usage: bool = False  # a stream's client asked for it: null in all events but the last
 
     def chat(
-        self, choices: list[ChatChoice], usage: Usage, pando: PandoReport, prompt_token_ids: list[int] | None = None
+        self, choices: list[ChatChoice], usage: Usage, pando: PandoReport, prompt_token_ids: Sequence[int] | None = None
     ) -> ChatCompletion:
         reply: ChatCompletion = {
             "id": self.id,
@@ -238,7 +238,7 @@ class Envelope:
         choices: list[ChatDeltaChoice],
         usage: Usage | None = None,
         pando: PandoReport | None = None,
-        prompt_token_ids: list[int] | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> ChatChunk:
         reply: ChatChunk = {
             "id": self.id,
@@ -318,7 +318,7 @@ def text_choice(
     finish_reason: TextFinish | None = None,
     logprobs: TextLogprobs | None = None,
     token_ids: list[int] | None = None,
-    prompt_token_ids: list[int] | None = None,
+    prompt_token_ids: Sequence[int] | None = None,
 ) -> TextChoice:
     choice: TextChoice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
     if token_ids is not None:

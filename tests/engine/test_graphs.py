@@ -139,6 +139,7 @@ def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, cap
     assert [e.token for e in run(engine, [Request("r", prompt(1, 20), greedy(8))])["r", 0]] == [e.token for e in expected]
     assert [record.message for record in caplog.records if "captured" in record.message] != []
     assert len([record for record in caplog.records if "captured" in record.message]) == 1
+    assert not graphs._captured and not graphs._logits.untyped_storage().nbytes(), "it may have been memory that was missing"
 
 
 def returning(engine: Engine, times: int) -> list[list[int]]:

@@ -1,10 +1,13 @@
 """What a prompt is made of, and what is remembered of it."""
 
+import struct
+from array import array
+
 import pytest
 
 from pando.kv import run as runs
 from pando.kv.run import KNOWN, Origin, Run, in_place
-from pando.kv.segment import Key, Lineage, extend_keys
+from pando.kv.segment import Key, Lineage, compact, extend_keys, packed
 
 PAGE = 4
 TOKENS = tuple(range(100, 122))
@@ -88,3 +91,10 @@ def test_what_one_vocabulary_has_another_may_lack() -> None:
     assert run.is_of(256) and run.moved(1).is_of(256)
     assert not run.is_of(255)
     assert run.is_of(256)
+
+
+def test_tokens_are_named_alike_whatever_they_come_in() -> None:
+    tokens = [3, 1 << 30, 0, 7]
+    for given in (tokens, tuple(tokens), array("i", tokens), array("q", tokens), array("I", tokens)):
+        assert packed(given) == struct.pack("4i", *tokens)
+        assert compact(given) == array("i", tokens) and compact(given) is not given

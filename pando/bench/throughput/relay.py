@@ -55,7 +55,7 @@ def add_options(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--prompts", type=whole_numbers, default=[64, 512, 2048], metavar="N,N,...", help=prompts)
     to.add_argument("--lengths", type=Path, metavar="FILE", help="a CSV file of prompt and answer tokens (drawn by ShareGPT's quartiles)")
     to.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens of a prompt or an answer; more are cut off (2048)")
-    to.add_argument("--requests", type=int, default=1000, metavar="N", help="of the batch job, and at each rate; more than rows (1000)")
+    to.add_argument("--requests", type=int, default=1000, metavar="N", help="of the batch job, more than rows, and at each rate (1000)")
     to.add_argument("--rows", type=int, default=256, metavar="N", help="that run at the same time (256)")
     arriving = "requests per second that arrive at the service, ascending; it ends with the first that is too many (8,16,24,32,48,64,96)"
     to.add_argument("--arrivals", type=rates, default=[8, 16, 24, 32, 48, 64, 96], metavar="R,R,...", help=arriving)
@@ -64,7 +64,9 @@ def add_options(to: argparse._ArgumentGroup) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    if arguments.requests <= arguments.rows:
+    if "relay" in (arguments.only or ()) and not set(arguments.modes) & set(MODES):
+        raise InvalidOption("--modes has none of shared and flat, and relay measures no other; give one of them")
+    if JOB in arguments.scenarios and arguments.requests <= arguments.rows:
         said = f"--requests is {arguments.requests} and --rows {arguments.rows}"
         raise InvalidOption(f"{said}: a batch job is measured while requests wait for a row; give more of them")
     if arguments.lengths is not None:

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from ...engine.engine import Engine
+from ...engine.graphs import SIZES
 from ...engine.request import Request, SamplingParams
 from ..traffic import Lengths, arrivals, read_lengths
 
@@ -112,7 +113,7 @@ def jobs_of(system: Sequence[int], lengths: Sequence[Lengths], rate: float, voca
     words, times = Random(f"{seed} words"), Random(f"{seed} arrivals")
     starts = islice(arrivals(rate, times), len(lengths))
     each = zip(starts, lengths, strict=True)
-    return [Job(start, [*system, *words.choices(range(vocab), k=prompt)], answer) for start, (prompt, answer) in each]
+    return [Job(start, (*system, *words.choices(range(vocab), k=prompt)), answer) for start, (prompt, answer) in each]
 
 
 def warm(engine: Engine, system: Sequence[int], rows: int) -> None:
@@ -120,9 +121,9 @@ def warm(engine: Engine, system: Sequence[int], rows: int) -> None:
     answers: list[int] = []
     tokens, live = WARM_STEPS, rows
     while live:
-        kept = live * 4 // 5
+        kept = max((size for size in SIZES if size < live), default=0)
         answers += [tokens] * (live - kept)
         tokens, live = tokens + WARM_STEPS, kept
     own = Random("warm").choices(range(engine.model.config.vocab_size), k=rows)
-    serve(engine, [Job(0.0, [*system, token], answer) for token, answer in zip(own, answers, strict=True)])
+    serve(engine, [Job(0.0, (*system, token), answer) for token, answer in zip(own, answers, strict=True)])
     engine.clear_cache()
