@@ -189,8 +189,10 @@ def _listen(host: str, port: int) -> socket.socket:
     """Takes the port before the model is loaded: that it is in use should not be found out minutes later."""
     with ExitStack() as undone:
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            listener = undone.enter_context(socket.socket(family, kind))
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            # asyncio sets TCP_NODELAY only where the protocol is named; without, the second packet of an answer waits 40 ms for an
+            # acknowledgement of the first wherever a connection is used again
+            listener = undone.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED)

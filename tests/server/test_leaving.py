@@ -1,6 +1,7 @@
 """Clients that go away: what they had is free again within a step or two."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,13 @@ def have_left(server: Live) -> None:
 def is_all_free(server: Live) -> bool:
     stats = server.service.loop.call(lambda engine: engine.stats()).result(WAIT)
     return stats.running == stats.waiting == 0 and stats.pages_in_use == stats.pages_cached == stats.pages_evictable
+
+
+def test_no_answer_waits_for_an_acknowledgement_where_a_connection_is_used_again(server: Live) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        assert client.get("/health").status_code == 200
+        held = [connection.transport.get_extra_info("socket") for connection in server.running.server.server_state.connections]  # type: ignore[union-attr]
+        assert held and all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in held), "small packets wait for one another"
 
 
 def test_a_stream_that_is_closed_frees_its_rows(server: Live, client: openai.OpenAI) -> None:
