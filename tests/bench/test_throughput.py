@@ -384,6 +384,12 @@ def test_one_of_the_scenarios_can_be_left_out(tmp_path: Path) -> None:
     assert set(run(tmp_path, "--only", "relay", "--scenarios", "service", "--arrivals", "40")) == {relay.SERVICE}
 
 
+def test_a_service_of_one_mode_is_asked_so_many_requests_at_each_rate_however_many_rows_there_are(tmp_path: Path) -> None:
+    given = ("--scenarios", "service", "--modes", "flat", "--requests", "3", "--rows", "4", "--arrivals", "40,80", "--limit", "1e9")
+    lines = run(tmp_path, "--only", "relay", *given)[relay.SERVICE]
+    assert [(line["mode"], line["rate"], line["answered"]) for line in lines] == [(FLAT, 40, 3), (FLAT, 80, 3)]
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_crowd_holds_less_where_its_prompt_is_shared(tmp_path: Path) -> None:
     lines = run(tmp_path, "--only", "chunk", "--chunk-prompts", "256", "--chunk-arrivals", "1000")["chunk"]
