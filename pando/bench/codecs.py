@@ -35,7 +35,7 @@ class _Listener(Engine):
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         if len(logits):
-            self.heard.append(logits[-1].cpu().clone())
+            self.heard.append(logits[-1].to("cpu", torch.float32, copy=True))
         return super()._sample(schedule, logits)
 
 

@@ -75,7 +75,7 @@ class Listener(Engine):
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         if len(logits):
-            self.heard.append(logits.clone())
+            self.heard.append(logits.to(torch.float32, copy=True))
         return super()._sample(schedule, logits)
 
 

@@ -120,7 +120,7 @@ class Fed(NamedTuple):
     """Tokens of a step that are not known on the host."""
 
     tokens: Tensor  # on the device
-    sources: Numbers  # for each token of the step its place among these, or NOWHERE
+    sources: Numbers | None  # for each token of the step its place among these, or NOWHERE; None: they are all, in order
 
     def into(self, known: Tensor, sources: Tensor) -> Tensor:
         return torch.where(sources == NOWHERE, known, self.tokens[sources.clamp(min=0)])
@@ -174,7 +174,7 @@ class Batcher:
         for place in np.flatnonzero(starts % size == 0).tolist():
             slots[place] = rows[place].pages[int(starts[place]) // size] * size
         tokens = np.array([row.tokens[-1] for row in rows]) if unread is None else last.tokens
-        fed = None if unread is None else Fed(unread.tokens, np.arange(len(rows)))
+        fed = None if unread is None else Fed(unread.tokens, None)
         return last._replace(tokens=tokens, positions=last.positions + 1, slots=slots, fed=fed)
 
     def _anew(self, schedule: Schedule, unread: Unread | None) -> Batch:
@@ -205,7 +205,8 @@ class Batcher:
         """The same, made ready for a device."""
         tokens, positions, slots, wanted = (sent(numbers, self.device) for numbers in batch[:4])
         if batch.fed is not None:
-            tokens = batch.fed.into(tokens, sent(batch.fed.sources, self.device))
+            sources = batch.fed.sources
+            tokens = batch.fed.tokens if sources is None else batch.fed.into(tokens, sent(sources, self.device))
         return Step(tokens=tokens, positions=positions, slots=slots, wanted=wanted, attend=self._lowered(batch.reads, positions))
 
     def _lowered(self, reads: Reads, at: Tensor) -> Attend:

@@ -220,9 +220,10 @@ class Engine:
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         """The rows that have caught up get their next token."""
+        likeliest = self.graphs.likeliest if self.graphs is not None else None
         if schedule.scored:
-            logits = take_scores(schedule, logits)
-        return self.sampler.choose(logits, schedule.ready, set(self._unread.rows) if self._unread is not None else ())
+            logits, likeliest = take_scores(schedule, logits), None
+        return self.sampler.choose(logits, schedule.ready, set(self._unread.rows) if self._unread is not None else (), likeliest)
 
     @property
     def _unread(self) -> Unread | None:

@@ -22,6 +22,7 @@ from ..kernels.staging import Staged
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
 from .batch import NOWHERE, Batch, Lowered
+from .sampler import Likeliest
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: wha
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
 
-Repeat = Callable[[], Tensor]
+Found = tuple[Tensor, Likeliest]  # logits, and what they make likeliest: most steps ask for nothing else
+Repeat = Callable[[], Found]
 
 
 class Replaceable(Lowered, Protocol):
@@ -46,7 +48,7 @@ class Kind(NamedTuple):
     """Steps that the same graph can do, if its buffers are large enough."""
 
     tokens: int
-    wanted: int
+    wanted: int  # of whom the logits are; 0: all
     launches: Hashable
     layered: bool  # what it reads may come layer by layer
 
@@ -59,8 +61,8 @@ class _Captured:
         self._staged = Staged(numbers)
         tokens, positions, slots, wanted, sources = numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]
-        self.wanted, self.sources = wanted[: kind.wanted], sources[: kind.tokens]
-        self.logits = logits[: kind.wanted]
+        self.wanted, self.sources = wanted[: kind.wanted] if kind.wanted else None, sources[: kind.tokens]
+        self.logits = logits[: kind.wanted or kind.tokens]
         self.lowering: Replaceable | None = None
         self.reads: Reads | None = None
         self.repeat: Repeat | None = None
@@ -79,11 +81,14 @@ class _Captured:
         host[2], host[4] = scratch, NOWHERE  # what pads a step
         for place, numbers in enumerate(batch[:4]):
             host[place, : len(numbers)] = numbers
-        if batch.fed is not None:
-            host[4, : len(batch.fed.sources)] = batch.fed.sources
+        fed = batch.fed
+        if fed is not None and fed.sources is not None:
+            host[4, : len(fed.sources)] = fed.sources
         self._staged.send()
-        if batch.fed is not None:
-            self.tokens.copy_(batch.fed.into(self.tokens, self.sources))
+        if fed is not None and fed.sources is None:
+            self.tokens[: len(fed.tokens)].copy_(fed.tokens)
+        elif fed is not None:
+            self.tokens.copy_(fed.into(self.tokens, self.sources))
 
 
 class Graphs:
@@ -93,13 +98,15 @@ class Graphs:
         pool: PagePool,
         lower: Callable[[Reads, Tensor, float], Replaceable],
         launches: Callable[[Reads], Hashable],
-        capture: Callable[[Callable[[], Tensor], bool], Repeat],
+        capture: Callable[[Callable[[], Found], bool], Repeat],
     ) -> None:
         """`lower` makes a plan ready, with so much spare room; `launches` names what a graph of it could do; `capture` makes of something
         that was done once what repeats it, at once or layer by layer."""
         self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
         self._captured: dict[Kind, _Captured] = {}
-        self._logits = torch.empty(0, decoder.config.vocab_size, device=pool.k.device)  # of all kinds: a step's are read before the next
+        # of all kinds: a step's are read before the next
+        self._logits = torch.empty(0, decoder.config.vocab_size, dtype=decoder.embed.dtype, device=pool.k.device)
+        self.likeliest: Likeliest | None = None  # of the last step
         self._met: Counter[Kind] = Counter()
         self._reads: Reads | None = None  # the last ones, and what they want
         self._kind: Hashable = None
@@ -107,19 +114,22 @@ class Graphs:
         self.captures = self.replays = 0
 
     def forward(self, batch: Batch, *, layered: bool = False) -> Tensor | None:
-        """The logits of a step, if it is of a kind that was met before and is small enough."""
-        count = len(batch.tokens)
+        """The logits of a step, if it is of a kind that was met before and is small enough; then `likeliest` is known, too."""
+        count, self.likeliest = len(batch.tokens), None
         if self._broken or not count or count > SIZES[-1] or len(batch.wanted) == 0:
             return None
         if batch.reads is not self._reads:
             self._reads, self._kind = batch.reads, self._launches(batch.reads)
         decodes = len(batch.wanted) == count
-        kind = Kind(_rounded(count, SIZES), _rounded(len(batch.wanted), SIZES if decodes else WANTED), self._kind, layered)
+        kind = Kind(_rounded(count, SIZES), 0 if decodes else _rounded(len(batch.wanted), WANTED), self._kind, layered)
         self._met[kind] += 1
         if self._met[kind] < (SEEN if decodes else SEEN_WITH_PROMPTS):
             return None
         try:
-            return self._run(kind, batch)[: len(batch.wanted)]
+            logits, (tokens, told) = self._run(kind, batch)
+            wanted = len(batch.wanted)
+            self.likeliest = Likeliest(tokens[:wanted], told[:wanted])
+            return logits[:wanted]
         except RuntimeError as error:  # no memory, or a driver that cannot
             self._broken = True
             self._captured.clear()
@@ -127,28 +137,31 @@ class Graphs:
             log.warning("steps are not captured as graphs, which makes short ones slower: %s", " ".join(str(error).split())[:300])
             return None
 
-    def _run(self, kind: Kind, batch: Batch) -> Tensor:
+    def _run(self, kind: Kind, batch: Batch) -> Found:
         entry = self._captured.get(kind)
         if entry is not None and entry.repeat is not None and entry.takes(batch.reads, kind.tokens):
             entry.fill(batch, self._pool.scratch)
             self.replays += 1
             return entry.repeat()
-        if len(self._logits) < kind.wanted:  # graphs that were captured before keep theirs: twice the room that the largest wants
-            self._logits = self._logits.new_empty(power_of_two(kind.wanted), self._logits.shape[1])
+        wanted = kind.wanted or kind.tokens
+        if len(self._logits) < wanted:  # graphs that were captured before keep theirs: twice the room that the largest wants
+            self._logits = self._logits.new_empty(power_of_two(wanted), self._logits.shape[1])
         entry = _Captured(kind, self._logits)
         entry.fill(batch, self._pool.scratch)
         entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE)
-        logits = self._step(entry).clone()
+        logits, likeliest = self._step(entry)
+        logits = logits.clone()
         entry.repeat = self._capture(lambda: self._step(entry), kind.layered)
         self._captured[kind] = entry  # the one before goes only now: memory that no graph holds cannot be captured into again
         self.captures += 1
-        return logits
+        return logits, likeliest
 
-    def _step(self, entry: _Captured) -> Tensor:
+    def _step(self, entry: _Captured) -> Found:
         assert entry.lowering is not None
         entry.lowering.begin(entry.positions)
         step = Step(entry.tokens, entry.positions, entry.slots, entry.wanted, entry.lowering.attend, entry.logits)
-        return self._decoder.forward(step, self._pool)
+        logits = self._decoder.forward(step, self._pool)
+        return logits, Likeliest.of(logits)
 
 
 class _Cuts:
@@ -195,7 +208,7 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     def launches(reads: Reads) -> Hashable:
         return sizes(geometry, dtype, reads, device.processors), bool(reads.shifts.any())
 
-    def capture(work: Callable[[], Tensor], layered: bool) -> Repeat:
+    def capture(work: Callable[[], Found], layered: bool) -> Repeat:
         torch.cuda.synchronize(device.where)
         if torch.cuda.mem_get_info(device.where)[0] < ROOM:
             torch.cuda.empty_cache()
@@ -203,17 +216,17 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
         pool.arrivals = (cuts,) if layered else ()
         try:
             with torch.cuda.stream(stream), _kept(), cuts:
-                logits = work()
+                found = work()
         finally:
             pool.arrivals = waited
         first, *layers = cuts.graphs
 
-        def repeat() -> Tensor:
+        def repeat() -> Found:
             first.replay()
             for layer, graph in enumerate(layers):
                 pool.reach(layer)
                 graph.replay()
-            return logits
+            return found
 
         return repeat
 

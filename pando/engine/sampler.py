@@ -39,6 +39,18 @@ class Choice(Protocol):
     def constraint(self) -> Constraint | None: ...
 
 
+class Likeliest(NamedTuple):
+    """By the logits alone."""
+
+    tokens: Tensor  # [N]: those with the largest
+    told: Tensor  # the same, or NO_TOKEN
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "Likeliest":
+        best, tokens = logits.max(dim=-1)
+        return cls(tokens, _told(best, tokens))
+
+
 class Chosen(NamedTuple):
     """`token` is NO_TOKEN when none could be chosen: a logit was NaN or +inf, or every one was -inf.
 
@@ -134,6 +146,11 @@ class _Groups:
     scored_at: Tensor
     random: _Random | None
 
+    @property
+    def plain(self) -> bool:
+        """All take what is likeliest."""
+        return self.random is None and not (self.biased or self.held or self.constrained or self.penalised or self.scored)
+
 
 def check(params: SamplingParams, vocab_size: int) -> None:
     """Refuses, before a request is admitted, what only the vocabulary can rule out."""
@@ -156,15 +173,22 @@ class Sampler:
         self._counts = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # [slots, V], of the output
 
     def sample(self, logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:
-        """One token per row from logits, fp32 [N, V], which may be overwritten."""
+        """One token per row from logits, [N, V], which may be overwritten."""
         return self.choose(logits, rows).read()[0]
 
-    def choose(self, logits: Tensor, rows: Sequence[Choice], unread: Collection[Choice] = ()) -> Choices:
-        """The same without waiting for it. `unread`: rows whose last token nobody here knows yet; those before it were chosen freely."""
+    def choose(
+        self, logits: Tensor, rows: Sequence[Choice], unread: Collection[Choice] = (), likeliest: Likeliest | None = None
+    ) -> Choices:
+        """The same without waiting for it. `unread`: rows whose last token nobody here knows yet; those before it were chosen freely.
+        `likeliest`: if that is known."""
         if not rows:
             nothing = torch.zeros(0, dtype=torch.int64)
             return Choices(nothing, Returning(nothing))
         groups = self._group(rows)
+        if groups.plain:
+            tokens, told = likeliest or Likeliest.of(logits)
+            return Choices(tokens, Returning(told))
+        logits = logits.to(torch.float32)
         raw = _take(logits, groups.scored_at).log_softmax(-1) if groups.scored else None
         if groups.biased:
             logits.index_put_((groups.biased_at, groups.bias_ids), groups.biases, accumulate=True)
@@ -173,7 +197,7 @@ class Sampler:
         self._constrain(logits, groups)
         best, tokens = logits.max(dim=-1)
         left = self._draw(logits, best, tokens, groups.random, groups.members, unread) if groups.random is not None else None
-        told = torch.where(best.isfinite(), tokens, NO_TOKEN)
+        told = _told(best, tokens)
         if raw is not None:
             return self._scored(Choices(tokens, Returning(told), False, left), raw, groups)
         return Choices(tokens, Returning(told), not (holds or groups.penalised or groups.constrained), left)
@@ -313,6 +337,11 @@ class Sampler:
 
 def _penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _told(best: Tensor, tokens: Tensor) -> Tensor:
+    """Those whose logit is a number."""
+    return torch.where(best.abs() < math.inf, tokens, NO_TOKEN)
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:

@@ -25,5 +25,5 @@ def _score(row: Row, start: int, logits: Tensor) -> None:
     assert row.scored is not None
     following = row.prompt[start + 1 : start + len(logits) + 1]
     if following:
-        scores = logits[: len(following)].log_softmax(-1)
+        scores = logits[: len(following)].log_softmax(-1, dtype=torch.float32)
         row.scored[start:] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()

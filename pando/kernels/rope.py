@@ -73,7 +73,7 @@ def _yarn_factor(factor: float, number: Mapping[str, float]) -> float:
 
 def turns(positions: Tensor, freqs: Tensor, factor: float = 1.0) -> Tensor:
     """The rotation of each position: complex64 [T, 1, dim / 2]."""
-    angles = positions.to(torch.float32)[:, None] * freqs
+    angles = positions[:, None] * freqs
     return torch.polar(torch.full_like(angles, factor), angles)[:, None]
 
 

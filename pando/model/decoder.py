@@ -31,9 +31,9 @@ class Step:
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64: where each token's K and V are written
-    wanted: Tensor  # [N] int64: the tokens whose logits are wanted
+    wanted: Tensor | None  # [N] int64: the tokens whose logits are wanted; None: all
     attend: Attend
-    logits: Tensor | None = None  # fp32 [N, V]: where they are written, if not to memory of their own
+    logits: Tensor | None = None  # [N, V]: where they are written, if not to memory of their own
 
 
 class Pool(Protocol):
@@ -73,15 +73,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, step: Step, pool: Pool) -> Tensor:
-        """Writes K and V of the step's tokens into the pool and answers the logits of the wanted ones, fp32 [N, V]."""
+        """Writes K and V of the step's tokens into the pool and answers the logits of the wanted ones, [N, V], fp32 if nothing is said."""
         x, turn = self.embedded(step.tokens, step.positions), self.turned(step.positions)
         last = len(self.layers) - 1
         more = self._through(range(last), x, turn, step, pool)
         layer = self.layers[last]
         normed = layer.attn_norm(x, more)
         attended = layer.attention(normed, turn, step, *pool.layer(last))
-        # nobody reads the other tokens any more: their K and V are written
-        x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
+        if step.wanted is not None:  # nobody reads the other tokens any more: their K and V are written
+            x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
         logits = self.head(self.norm(x, layer.finish(x, normed, attended)))
         return logits.to(torch.float32) if step.logits is None else step.logits.copy_(logits)
 

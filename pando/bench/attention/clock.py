@@ -46,6 +46,25 @@ class Clock:
         samples = interleave({name: partial(self._on_cpu, run) for name, run in runs.items()}, self.repeats)
         return {name: Timing(statistics.median(found) * 1e6, "cpu") for name, found in samples.items()}
 
+    def mean_us(self, run: Run, count: int, seconds: float) -> float:
+        """Of so many runs, or of those that so many seconds are enough for, one behind the other. A GPU that is at work for longer than
+        some milliseconds is at its limit of power, and its clock is lower than in the first runs."""
+        graph = _captured(run) if self.device.type == "cuda" else None
+        again, begun, done, marks = graph.replay if graph is not None else run, time.perf_counter(), 0, list[torch.cuda.Event]()
+        while done < count and (not done or time.perf_counter() - begun < seconds):
+            if self.device.type == "cuda":
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+                marks[max(0, done - 1)].synchronize()  # the device has a run to do while the next one is asked for
+            again()
+            done += 1
+        if not marks:
+            return (time.perf_counter() - begun) / done * 1e6
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        return float(marks[0].elapsed_time(end)) / done * 1e3
+
     def _soil(self) -> None:
         if not self._dirt:
             self._dirt.append(torch.ones(self.flush // 4, device=self.device))

@@ -30,8 +30,8 @@ BATCH, SHORT, LONG = 1024, 1024, 16384  # what throughput may lose is said of th
 LOST, LOST_FLAT = 40.0, 85.0  # percent
 SPARE = 16  # pages
 HEADS = (
-    *("batch", "prefix", "new", "steps", "shared ms", "flat ms", "none ms", "products", "attention", "x floors", "idle %"),
-    *("shared tok/s", "flat tok/s", "none tok/s", "x flat", "% of none"),
+    *("batch", "prefix", "new", "steps", "shared ms", "flat ms", "none ms", "products", "briefly", "attention", "x floors", "x brief"),
+    *("idle %", "shared tok/s", "flat tok/s", "none tok/s", "x flat", "% of none"),
 )
 
 
@@ -43,6 +43,7 @@ class Cell:
     paces: dict[str, Pace]  # by mode; one that did not fit is missing
     products_ms: float
     attention_ms: float  # the floor of it, in the middle of the steps that count
+    brief_ms: float | None = None  # the products, if they last for a moment only
 
     def ms(self, mode: str) -> float | None:
         return self.paces[mode].mean_ms if mode in self.paces else None
@@ -60,11 +61,16 @@ class Cell:
         ours = self.ms(SHARED)
         return None if ours is None else ours / (self.products_ms + self.attention_ms)
 
+    @property
+    def over_brief(self) -> float | None:
+        ours = self.ms(SHARED)
+        return None if ours is None or self.brief_ms is None else ours / (self.brief_ms + self.attention_ms)
+
     def cells(self) -> Sequence[str]:
         steps = self.paces[SHARED].ms if SHARED in self.paces else ()
         return (
             str(self.batch), str(self.prefix), str(self.new), str(len(steps)), *(number(self.ms(mode)) for mode in MODES),
-            number(self.products_ms), number(self.attention_ms), times(self.over_floors),
+            *map(number, (self.products_ms, self.brief_ms, self.attention_ms)), times(self.over_floors), times(self.over_brief),
             percent(self.paces[SHARED].idle if SHARED in self.paces else None),
             *(number(self.rate(mode)) for mode in MODES), times(self.over(FLAT)), percent(self.over(NONE)),
         )  # fmt: skip
@@ -72,6 +78,7 @@ class Cell:
     def as_json(self) -> dict[str, Any]:
         facts = {"batch": self.batch, "prefix": self.prefix, "new": self.new}
         floors = {"products_ms": self.products_ms, "attention_ms": self.attention_ms, "over_floors": self.over_floors}
+        floors |= {"brief_products_ms": self.brief_ms, "over_brief_floors": self.over_brief}
         return {**facts, **floors, "paces": {mode: pace.as_json() for mode, pace in self.paces.items()}}
 
 
@@ -103,13 +110,14 @@ def _batch(setting: Setting, batch: int, arguments: argparse.Namespace) -> list[
     windows = [Window(new, arguments.steps, arguments.seconds) for new in arguments.new]
     ceilings = {window: _paces(setting, [NONE], batch, min(arguments.prefixes), window) for window in windows if NONE in arguments.modes}
     with torch.inference_mode():
-        products = setting.products_ms(batch)
+        brief = setting.products_ms(batch)
+        lasting = {window: setting.lasting_products_ms(batch, window.counted, window.seconds) for window in windows}
     cells = []
     for prefix, window in product(arguments.prefixes, windows):
         paces = _paces(setting, [mode for mode in arguments.modes if mode != NONE], batch, prefix, window) | ceilings.get(window, {})
         if paces:
             own = 1 + WARM + len(next(iter(paces.values())).ms) // 2
-            cells.append(Cell(batch, prefix, window.new, paces, products, setting.attention_ms(batch, prefix, own)))
+            cells.append(Cell(batch, prefix, window.new, paces, lasting[window], setting.attention_ms(batch, prefix, own), brief))
             setting.report.add(cells[-1])
     return cells
 
@@ -151,7 +159,8 @@ def promises(cells: Sequence[Cell], judged: bool) -> list[Result]:
     over = {cell.over_floors: cell for cell in cells if cell.over_floors is not None}
     if over:
         worst = over[max(over)]
-        note = f"at batch {worst.batch}, prefix {worst.prefix}; best {min(over):.2f}x"
+        brief = f", {worst.over_brief:.2f}x with brief products" if worst.over_brief is not None else ""
+        note = f"at batch {worst.batch}, prefix {worst.prefix}{brief}; best {min(over):.2f}x"
         case = f"a decode step against the sum of its floors, worst of {len(over)}"
         results.append(at_most(case, max(over), "times", OVER_FLOORS if judged else None, note))
     for mode in (SHARED, FLAT):

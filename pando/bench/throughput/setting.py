@@ -16,7 +16,7 @@ from ...kv.pool import PagePool
 from ...model.decoder import Decoder, Pool, Step, plain_linear
 from ...model.load import Model
 from ...model.weights import Weights
-from ..attention.clock import Clock, Limits, floor_us, work_of
+from ..attention.clock import Clock, Limits, Run, floor_us, work_of
 from ..attention.suites import Heads, single
 from .report import Report
 
@@ -66,7 +66,15 @@ class Setting:
     # ---- floors
 
     def products_ms(self, rows: int) -> float:
-        """All products of a step with the model's own weights, by torch, one behind the other and with nothing between them."""
+        """All products of a step with the model's own weights, by torch, one behind the other and with nothing between them: by a device
+        that was idle before."""
+        return self.clock.medians({"products": self._products(rows)})["products"].us / 1e3
+
+    def lasting_products_ms(self, rows: int, count: int, seconds: float) -> float:
+        """The same, of as many steps in a row, or for as long."""
+        return self.clock.mean_us(self._products(rows), count, seconds) / 1e3
+
+    def _products(self, rows: int) -> Run:
         facts, kind, place = self.model.config, self.model.dtype, self.model.device
         wide = (facts.hidden_size, facts.heads * facts.head_dim, facts.intermediate_size)
         x, attended, inner = (torch.randn(rows, size, device=place).to(kind) for size in wide)
@@ -78,7 +86,7 @@ class Setting:
             for apply, y in products:
                 apply(y)
 
-        return self.clock.medians({"products": run})["products"].us / 1e3
+        return run
 
     def _product(self, weight: Weight) -> Apply:
         if isinstance(weight, Tensor) or self.model.device.type == "cpu":

@@ -83,7 +83,8 @@ def _alone(setting: Setting, batch: int, window: Window, read_ms: float) -> Alon
         pace = setting.lend(engine_config("auto", batch, tokens=room(2 * batch, 0, window)), work, model=model)
     own = CONTEXT + WARM + len(pace.ms) // 2
     with torch.inference_mode():
-        return Alone(batch, pace, read_ms, setting.products_ms(batch), setting.attention_ms(batch, 0, own))
+        products = setting.lasting_products_ms(batch, window.counted, window.seconds)
+        return Alone(batch, pace, read_ms, products, setting.attention_ms(batch, 0, own))
 
 
 def promises(found: Sequence[Alone], judged: bool) -> list[Result]:
