@@ -50,7 +50,7 @@ class Listener(Engine):
     heard: list[Tensor]
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
-        self.heard.append(logits.clone())
+        self.heard.append(logits.to(torch.float32, copy=True))
         return super()._sample(schedule, logits)
 
 

@@ -122,7 +122,7 @@ class Heard(Engine):
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
         if len(logits):
-            self.logits = logits.clone()
+            self.logits = logits.to(torch.float32, copy=True)
         return super()._sample(schedule, logits)
 
 
