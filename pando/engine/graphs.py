@@ -22,7 +22,7 @@ from ..kernels.staging import Staged
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
 from .batch import NOWHERE, Batch, Lowered
-from .sampler import Likeliest
+from .sampler import Likeliest, likeliest
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: wha
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
 
-Found = tuple[Tensor, Likeliest]  # logits, and what they make likeliest: most steps ask for nothing else
+Found = tuple[Tensor, Likeliest]  # logits, and what is likeliest by them: most steps ask for nothing else
 Repeat = Callable[[], Found]
 
 
@@ -128,7 +128,7 @@ class Graphs:
         try:
             logits, (tokens, told) = self._run(kind, batch)
             wanted = len(batch.wanted)
-            self.likeliest = Likeliest(tokens[:wanted], told[:wanted])
+            self.likeliest = tokens[:wanted], told[:wanted]
             return logits[:wanted]
         except RuntimeError as error:  # no memory, or a driver that cannot
             self._broken = True
@@ -149,19 +149,19 @@ class Graphs:
         entry = _Captured(kind, self._logits)
         entry.fill(batch, self._pool.scratch)
         entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE)
-        logits, likeliest = self._step(entry)
+        logits, found = self._step(entry)
         logits = logits.clone()
         entry.repeat = self._capture(lambda: self._step(entry), kind.layered)
         self._captured[kind] = entry  # the one before goes only now: memory that no graph holds cannot be captured into again
         self.captures += 1
-        return logits, likeliest
+        return logits, found
 
     def _step(self, entry: _Captured) -> Found:
         assert entry.lowering is not None
         entry.lowering.begin(entry.positions)
         step = Step(entry.tokens, entry.positions, entry.slots, entry.wanted, entry.lowering.attend, entry.logits)
         logits = self._decoder.forward(step, self._pool)
-        return logits, Likeliest.of(logits)
+        return logits, likeliest(logits)
 
 
 class _Cuts:

@@ -20,6 +20,16 @@ from .draw import SHORTLIST, draw_listed, draw_whole, scores, shortlist, uniform
 from .request import Constraint, SamplingParams
 
 NO_TOKEN = -1
+Likeliest = tuple[Tensor, Tensor]  # of each row the token with the largest logit, and what is told of it: the same, or NO_TOKEN
+
+
+def likeliest(logits: Tensor) -> Likeliest:
+    best, tokens = logits.max(dim=-1)
+    return tokens, _told(best, tokens)
+
+
+def _told(best: Tensor, tokens: Tensor) -> Tensor:
+    return torch.where(best.abs() < math.inf, tokens, NO_TOKEN)
 
 
 class Choice(Protocol):
@@ -37,18 +47,6 @@ class Choice(Protocol):
     def blocked(self) -> Sequence[int]: ...  # ids that may not be chosen while the output is shorter than min_tokens
     @property
     def constraint(self) -> Constraint | None: ...
-
-
-class Likeliest(NamedTuple):
-    """By the logits alone."""
-
-    tokens: Tensor  # [N]: those with the largest
-    told: Tensor  # the same, or NO_TOKEN
-
-    @classmethod
-    def of(cls, logits: Tensor) -> "Likeliest":
-        best, tokens = logits.max(dim=-1)
-        return cls(tokens, _told(best, tokens))
 
 
 class Chosen(NamedTuple):
@@ -176,17 +174,15 @@ class Sampler:
         """One token per row from logits, [N, V], which may be overwritten."""
         return self.choose(logits, rows).read()[0]
 
-    def choose(
-        self, logits: Tensor, rows: Sequence[Choice], unread: Collection[Choice] = (), likeliest: Likeliest | None = None
-    ) -> Choices:
+    def choose(self, logits: Tensor, rows: Sequence[Choice], unread: Collection[Choice] = (), known: Likeliest | None = None) -> Choices:
         """The same without waiting for it. `unread`: rows whose last token nobody here knows yet; those before it were chosen freely.
-        `likeliest`: if that is known."""
+        `known`: what is likeliest by the logits alone, if somebody has looked."""
         if not rows:
             nothing = torch.zeros(0, dtype=torch.int64)
             return Choices(nothing, Returning(nothing))
         groups = self._group(rows)
         if groups.plain:
-            tokens, told = likeliest or Likeliest.of(logits)
+            tokens, told = known or likeliest(logits)
             return Choices(tokens, Returning(told))
         logits = logits.to(torch.float32)
         raw = _take(logits, groups.scored_at).log_softmax(-1) if groups.scored else None
@@ -337,11 +333,6 @@ class Sampler:
 
 def _penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def _told(best: Tensor, tokens: Tensor) -> Tensor:
-    """Those whose logit is a number."""
-    return torch.where(best.abs() < math.inf, tokens, NO_TOKEN)
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:

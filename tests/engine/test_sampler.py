@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pando.engine.draw import SHORTLIST, uniforms
 from pando.engine.request import Constraint, SamplingParams
-from pando.engine.sampler import NO_TOKEN, Choice, Chosen, Sampler, check
+from pando.engine.sampler import NO_TOKEN, Choice, Chosen, Sampler, check, likeliest
 from pando.errors import InvalidSampling
 
 GREEDY = SamplingParams(temperature=0)
@@ -289,3 +289,38 @@ def test_ids_outside_the_vocabulary_are_refused_by_name() -> None:
         check(SamplingParams(logit_bias={100: 1.0}), 100)
     with pytest.raises(InvalidSampling, match="stop_token_ids names token 200"):
         check(SamplingParams(stop_token_ids=[200]), 100)
+
+
+# ---- logits of 16 bits, of which the likeliest may be known
+
+
+def test_logits_of_16_bits_are_chosen_from_as_if_they_had_32() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 900).to(torch.bfloat16)
+    rows = [
+        Row(),
+        Row(SamplingParams(temperature=0, logit_bias={5: 3.0, 7: 0.001})),
+        Row(SamplingParams(temperature=0.8, top_p=0.9), seed=3),
+        Row(SamplingParams(temperature=1.0), seed=4),
+        Row(SamplingParams(temperature=0, repetition_penalty=1.1), output=[int(logits[4].argmax())]),
+        Row(SamplingParams(temperature=0, logprobs=3)),
+    ]
+    for some in (rows, rows[:1] * 6):
+        assert choose(logits, some) == choose(logits.float(), some)
+
+
+def test_what_is_known_to_be_likeliest_is_taken_where_nothing_else_is_asked() -> None:
+    sampler, logits = Sampler(4, torch.device("cpu")), torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    known = torch.tensor([2]), torch.tensor([2])
+    assert sampler.choose(logits, [Row()], known=known).read()[0][0].token == 2
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=0, logit_bias={3: 50.0})):
+        drawn = sampler.choose(logits.clone(), [Row(params, seed=1)], known=known).read()[0][0].token
+        assert drawn == sampler.sample(logits.clone(), [Row(params, seed=1)])[0].token
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
+def test_a_row_without_numbers_has_no_token(nothing: float) -> None:
+    logits = torch.zeros(2, 5)
+    logits[1] = nothing
+    tokens, told = likeliest(logits)
+    assert told.tolist() == [0, NO_TOKEN] and 0 <= int(tokens[1]) < 5
