@@ -189,6 +189,14 @@ def test_what_is_multiplied_is_what_is_read(setting: Setting) -> None:
     assert setting.read_ms() > 0 and setting.products_ms(2) > 0
 
 
+@pytest.mark.parametrize(("count", "seconds", "done"), [(5, 60.0, 5), (1000, 1e-9, 1)])
+def test_what_lasts_is_repeated_so_often_or_for_so_long(setting: Setting, count: int, seconds: float, done: int) -> None:
+    runs = list[int]()
+    assert setting.clock.mean_us(lambda: runs.append(0), count, seconds) > 0
+    assert len(runs) == done
+    assert setting.lasting_products_ms(2, count, seconds) > 0
+
+
 def test_floors_in_8_bits_are_those_of_fewer_bytes(setting: Setting) -> None:
     place = torch.device("cpu")
     config, weights = random_weights("tiny", place, torch.float32, 4096, quantization="fp8")
@@ -288,6 +296,13 @@ def test_a_grid_is_judged_by_its_floors_and_by_what_a_longer_prefix_costs() -> N
     assert shared.ours == pytest.approx(100 / 6) and shared.met is True
     assert flat.ours == pytest.approx(90) and flat.met is True
     assert {result.met for result in grid.promises(cells, judged=False)} == {None}
+
+
+def test_what_a_step_is_to_brief_products_is_told_and_not_judged() -> None:
+    brief = replace(cell(512, 1024, 11.0, 20.0), brief_ms=3.0)
+    assert brief.over_floors == pytest.approx(1.375) and brief.over_brief == pytest.approx(2.2)
+    [floors] = grid.promises([brief], judged=True)
+    assert floors.met is True and "2.20x with brief products" in floors.note
 
 
 def test_a_mode_that_did_not_fit_leaves_its_column_empty() -> None:
