@@ -290,7 +290,7 @@ def _sampling(arguments: argparse.Namespace, config: EngineConfig) -> SamplingPa
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         min_p=arguments.min_p,
-        seed=config.seed if arguments.seed is not None else None,
+        seed=config.seed if arguments.seed is not None or config.seed != EngineConfig.seed else None,  # wherever it was said
         stop=arguments.stop,
         max_tokens=arguments.max_tokens,
     )

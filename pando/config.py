@@ -317,6 +317,8 @@ def _has_good_port(url: str) -> bool:
 
 def _check_all(config: EngineConfig | ServerConfig) -> None:
     for option in options(type(config)):
+        if getattr(config, option.name) == AUTO and type(None) in kinds(option):  # as it is written everywhere else
+            object.__setattr__(config, option.name, None)
         _check(option, getattr(config, option.name))
 
 
@@ -339,7 +341,7 @@ def _check(option: "Field[object]", value: object) -> None:
 def _expected(option: "Field[object]") -> str:
     or_auto = ", or auto" if type(None) in kinds(option) else ""
     if bool in kinds(option):
-        return "true or false"
+        return "true or false" + or_auto
     if tuple in kinds(option):
         return "a list of texts"
     if not {int, float} & set(kinds(option)):

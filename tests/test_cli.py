@@ -169,6 +169,16 @@ def test_sampling_options_reach_the_engine(llm):
     assert llm.sampled == [SamplingParams(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=7, stop=["END", "."], max_tokens=3)]
 
 
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_a_seed_is_the_same_wherever_it_is_said(llm, source, tmp_path, monkeypatch):
+    (tmp_path / "pando.toml").write_text("seed = 7" if source == "file" else "")
+    if source == "environment":
+        monkeypatch.setenv("PANDO_SEED", "7")
+    flags = ["--seed", "7"] if source == "flag" else []
+    assert cli.main(["run", "--config", str(tmp_path / "pando.toml"), *flags, "hi"]) == 0
+    assert llm.sampled[0].seed == 7
+
+
 def test_a_request_has_no_seed_unless_one_is_given(llm):
     assert cli.main(["run", "hi"]) == 0
     assert llm.sampled[0].seed is None
@@ -594,6 +604,13 @@ def test_a_later_source_wins(tmp_path):
     config = load({"max_num_seqs": "4"}, {"PANDO_MAX_NUM_SEQS": "3", "PANDO_PAGE_SIZE": "32", "PANDO_PREFIX_CACHING": "off"}, file)
     assert (config.max_num_seqs, config.page_size, config.model) == (4, 32, "from-file")
     assert (config.prefix_caching, config.kv_cache_tokens, config.seed) == (False, None, 0)
+
+
+def test_auto_means_the_same_in_python():
+    config = EngineConfig(max_model_len="auto", overlap="auto", remote="auto", disk_dir="auto", threads="auto")
+    assert config == EngineConfig()
+    with pytest.raises(InvalidOption, match="overlap is 'never'; it must be true or false, or auto"):
+        EngineConfig(overlap="never")
 
 
 def test_auto_takes_back_what_an_earlier_source_set():

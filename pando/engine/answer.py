@@ -58,18 +58,19 @@ class Answer:
         row.output.append(token)
         row.tokens.append(token)
         complete = row.constraint is not None and row.constraint.accept(token)
+        finish: FinishReason = "length" if row.constraint is not None and row.constraint.is_broken else "stop"
         early = len(row.output) < self._least
         if token in self._ends and not early:
             keep = row.params.include_stop_str_in_output and token not in self._eos
             text = self._held + (self._detokenizer.add(token) if keep else "") + self._detokenizer.finish()
-            return self._event(chosen, text, "stop", None if token in self._eos else token)
+            return self._event(chosen, text, finish, None if token in self._eos else token)
         text = self._held + self._detokenizer.add(token)
         if self._stops and not early and (found := _first(text, self._stops)) is not None:
             place, stop = found
             end = place + len(stop) if row.params.include_stop_str_in_output else place
             return self._event(chosen, text[:end], "stop", stop)
         if complete or len(row.tokens) >= row.last:
-            return self._event(chosen, text + self._detokenizer.finish(), "stop" if complete else "length", None)
+            return self._event(chosen, text + self._detokenizer.finish(), finish if complete else "length", None)
         if self._stops:
             safe = len(text) - _open_stop(text, self._stops)
             text, self._held = text[:safe], text[safe:]

@@ -106,8 +106,13 @@ class Engine:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""
         self.expire_pins()
         self.scheduler.tend()
+        return TENDED if self._is_moving else None
+
+    @property
+    def _is_moving(self) -> bool:
+        """Is something on its way between the tiers?"""
         below = self.scheduler.below
-        return TENDED if self.store is not None and (self.store.busy or (below is not None and below.limbo)) else None
+        return self.store is not None and (self.store.busy or (below is not None and bool(below.limbo)))
 
     def close(self) -> None:
         """What is on its way to the tiers below the pool arrives there; afterwards there is nothing to do for this engine."""
@@ -207,6 +212,8 @@ class Engine:
         for row in schedule.repairs:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:
+            if self.scheduler.starved and not self._is_moving:  # else there may be more room soon
+                self.pins.give_way()
             self.scheduler.wait()
             return torch.empty(0, self.model.config.vocab_size)
         batch = self.batcher.prepare(schedule, self._unread)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -118,14 +119,16 @@ class LLM:
         self.engine = Engine(model or loaded(config), config)
         measure_before_choosing(self.engine)
         self.tokenizer = self.engine.model.tokenizer
-        self._ids = (f"request-{number}" for number in itertools.count())
+        self._ids = itertools.count()
+        self._lock = threading.RLock()  # one thread at a time steps the engine, and finds tokens for all
         self._tenant = Tenant(config.cache_salt.encode())
         self.schemas = Schemas(self.engine, encoder=self._make)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
 
     def close(self) -> None:
         """Lets what is on its way to disk arrive there. Needed only where a disk or a remote tier is in use."""
-        self.engine.close()
+        with self._lock:
+            self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -158,7 +161,8 @@ class LLM:
         truncation: Truncating = "disabled",
     ) -> list[RequestOutput]:
         """Answers one conversation, or several together."""
-        several: Sequence[Messages] = [messages] if not messages or isinstance(messages[0], Mapping) else messages  # type: ignore
+        is_one = not messages or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
+        several: Sequence[Messages] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
         params = _each(sampling_params, len(several))
         texts = [self.tokenizer.chat(conversation) for conversation in several]
         each = zip(several, texts, params, strict=True)
@@ -169,24 +173,25 @@ class LLM:
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, truncation: Truncating = "disabled"
     ) -> Iterator[TokenEvent]:
         """The tokens of one prompt as they come. Closing the iterator cancels the request."""
-        given = self._encode(prompt)._replace(truncation=_how(truncation))
-        return self._stream(self._request(given, sampling_params or SamplingParams()))
+        given, [params] = self._encode(prompt)._replace(truncation=_how(truncation)), _each(sampling_params, 1)
+        return self._stream(self._request(given, params))
 
     def _make(self, schema: Schema) -> None:
         """Encodes what is not cached of a schema, as many modules at a time as fit into a step."""
-        total = self.engine.encode(schema.stored, self._tenant)
-        progress = _Progress(total, total > 1 and sys.stderr.isatty(), "module")
-        while len(self.engine.scheduler.makers):
-            before = len(self.engine.scheduler.makers)
-            self._step()
-            for _ in range(before - len(self.engine.scheduler.makers)):
-                progress.advance(True)
-        progress.close()
+        with self._lock:
+            total = self.engine.encode(schema.stored, self._tenant)
+            progress = _Progress(total, total > 1 and sys.stderr.isatty(), "module")
+            while len(self.engine.scheduler.makers):
+                before = len(self.engine.scheduler.makers)
+                self._step()
+                for _ in range(before - len(self.engine.scheduler.makers)):
+                    progress.advance(True)
+            progress.close()
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, *, truncation: Truncating = "disabled"
     ) -> Iterator[TokenEvent]:
-        params = sampling_params or SamplingParams()
+        [params] = _each(sampling_params, 1)
         return self._stream(self._request(self._conversation(messages, self.tokenizer.chat(messages), params, truncation), params))
 
     def _conversation(self, messages: Messages, text: str, params: SamplingParams, truncation: Truncating) -> _Given:
@@ -236,15 +241,18 @@ class LLM:
 
     def _open(self, requests: Sequence[Request]) -> deque[TokenEvent]:
         inbox: deque[TokenEvent] = deque()
-        for request in requests:
-            self.engine.add(request)
-            self._inboxes[request.request_id] = inbox
+        with self._lock:
+            for request in requests:
+                self.engine.add(request)
+                self._inboxes[request.request_id] = inbox
         return inbox
 
     def _next(self, inbox: deque[TokenEvent]) -> TokenEvent:
         """Steps the engine until there is something in the inbox. What comes for others waits in theirs."""
         while not inbox:
-            self._step()
+            with self._lock:
+                if not inbox:  # another thread may have stepped it meanwhile
+                    self._step()
         return inbox.popleft()
 
     def _step(self) -> None:
@@ -253,13 +261,14 @@ class LLM:
                 self._inboxes[event.request_id].append(event)
 
     def _close(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.cancel(request.request_id)
-            self._inboxes.pop(request.request_id, None)
+        with self._lock:
+            for request in requests:
+                self.engine.cancel(request.request_id)
+                self._inboxes.pop(request.request_id, None)
 
     def _request(self, given: _Given, params: SamplingParams, score: bool = False) -> Request:
         return Request(
-            next(self._ids),
+            f"request-{next(self._ids)}",
             given.tokens,
             params,
             self._tenant,
@@ -274,7 +283,8 @@ class LLM:
     def _encode(self, prompt: AnyPrompt) -> _Given:
         given: object = prompt
         if isinstance(prompt, Prompt):
-            return _Given(*self.schemas.parts(prompt))
+            with self._lock:
+                return _Given(*self.schemas.parts(prompt))
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
             if given is None:

@@ -1,5 +1,6 @@
 """What must stay: runs of the tree that somebody asked to keep, for how long, and how much of the pool they may take."""
 
+import logging
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from ..kv.segment import Key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
 from .request import Tenant
+
+log = logging.getLogger(__name__)
 
 MAX_PINS = 1024
 
@@ -75,6 +78,13 @@ class Pins:
         del self._pins[pin.pin_id]
         for stem in pin.stems:
             self._tree.unpin(stem)
+
+    def give_way(self) -> None:
+        """A request that would wait for ever comes before what is pinned: first those that came with requests go, then the oldest."""
+        pin = min(self, key=lambda pin: not pin.automatic, default=None)
+        if pin is not None:
+            log.warning("a request finds no room beside what is pinned: a pin of %d tokens is taken away", pin.tokens)
+            self.drop(pin)
 
     def expire(self, now: float) -> None:
         for pin in [pin for pin in self if pin.until is not None and pin.until <= now]:

@@ -122,6 +122,11 @@ class Constraint(Protocol):
         """Takes in the token that was chosen; says whether the answer is complete, so that nothing may follow."""
         ...
 
+    @property
+    def is_broken(self) -> bool:
+        """It could not be followed any further: the answer ends, and is not complete."""
+        ...
+
 
 @dataclass(frozen=True)
 class Tenant:

@@ -4,8 +4,9 @@ There are no phases: every running row has tokens to catch up with, one when it 
 then the others share what is left of the step's budget, then waiting rows are admitted in the order of their arrival.
 
 It cannot get stuck: a request that does not fit the pool alone is refused before it comes here, and a row that lacks a page may take it
-from the cache, then from the row that arrived last. A row that loses its pages hands what it has computed to the tree and waits before
-whoever came later; its tokens are never lost, and its states only if someone needed the room.
+from the cache, then from the row that arrived last. Where pins leave it none, it is `starved`, and the engine takes them away. A row that
+loses its pages hands what it has computed to the tree and waits before whoever came later; its tokens are never lost, and its states only
+if someone needed the room.
 """
 
 import itertools
@@ -41,11 +42,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         store: Keeper | None = None,
     ) -> None:
-        self.pages = pages
-        self.tree = tree
-        self.max_rows = max_rows
-        self.budget = budget
-        self.reuse = reuse
+        self.pages, self.tree = pages, tree
+        self.max_rows, self.budget, self.reuse = max_rows, budget, reuse
         self.clock = clock
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # in the order of arrival
@@ -54,6 +52,7 @@ class Scheduler:
         self._now = 0.0
         self._arrivals = itertools.count(1)
         self.turns = Turns(pages.page_size)
+        self.starved = False  # nobody runs or is on its way, and there is no room for the first that waits
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
         self._misses = Misses(tree, reuse)
         self.below = Below(store, tree) if store is not None else None
@@ -276,7 +275,7 @@ class Scheduler:
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped: list[Row] = []
         idle = 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
-        self._stuck_at = None
+        self._stuck_at, self.starved = None, False
         while budget and self.waiting and self._has_place(self.waiting[0]) and idle < self.max_rows:
             row = self.waiting.popleft()
             if self.below is not None and self.below.awaits(row, self._now):
@@ -299,6 +298,7 @@ class Scheduler:
             if not self._place(row, copies) and not (self._is_given_way(row, skipped) and self._place(row, copies)):
                 self.waiting.appendleft(row)
                 self._stuck_at = None if skipped else self._holding.to_be_had  # those before it may need less room
+                self.starved = not (self.running or self.loading)
                 break
             if row in self.running:
                 if row.repair and row.imports:

@@ -95,6 +95,8 @@ def parse(text: str | bytes, file: str = "pml", limits: Limits = DEFAULT_LIMITS)
 
 def _decoded(text: str | bytes, file: str, limits: Limits) -> str:
     start = Source(file, "")
+    if not isinstance(text, str | bytes):
+        raise start.wrong(f"a document is text; found {type(text).__name__}", 1, 1)
     if len(text) > limits.bytes:
         raise start.wrong(f"the document has {len(text):,} bytes or more; at most {limits.bytes:,} are read", 1, 1)
     try:

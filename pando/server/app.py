@@ -337,7 +337,7 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         status, code = next((status, code) for kind, status, code in REFUSALS if isinstance(error, kind))
         headers = {"retry-after": "5"} if isinstance(error, NotReady) else {}
         headers |= {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else {}
-        service.metrics.refused(status)
+        service.metrics.refused(status, begun=type(error) in (TimedOut, Lost, Stopped))
         body = in_markup(status, error, code) if isinstance(error, MarkupError) else failure(status, str(error), code=code)
         return Response(encode(body), status, headers, "application/json")
 

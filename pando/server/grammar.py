@@ -103,6 +103,10 @@ class _Followed:
         self._warn()
         return self._matcher.is_stopped()
 
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._matcher.is_error())
+
     def _warn(self) -> None:
         if self._matcher.is_error() and not self._warned:
             self._warned = True

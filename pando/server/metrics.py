@@ -119,8 +119,10 @@ class Metrics:
 
     # ---- a request
 
-    def refused(self, status: int) -> None:
-        self._requests.labels("refused").inc()
+    def refused(self, status: int, *, begun: bool = False) -> None:
+        """`begun`: how it ended is counted already."""
+        if not begun:
+            self._requests.labels("refused").inc()
         self._refused.labels(str(status)).inc()
 
     def queued(self, seconds: float) -> None:

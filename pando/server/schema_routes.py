@@ -41,6 +41,10 @@ Repair = Annotated[
 ]
 
 
+class Unfinished(TimedOut):
+    """A schema is registered, and not all of it is encoded."""
+
+
 class _Some(NamedTuple):
     """Runs that are encoded together."""
 
@@ -117,7 +121,9 @@ class SchemaRoutes:
             await service.ask_engine(some.encode)
             while await service.ask_engine(some.left):
                 if time.perf_counter() > end:
-                    raise TimedOut("encoding took longer than a request may; the schema is registered, and is encoded further on first use")
+                    raise Unfinished(
+                        "encoding took longer than a request may; the schema is registered, and is encoded further on first use"
+                    )
                 await asyncio.sleep(PAUSE)
         return True
 

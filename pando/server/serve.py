@@ -172,7 +172,8 @@ class Running:
         facts, engine = service.facts, service.engine_config
         rounded = "  weights in fp8" if engine.quantization == "fp8" else ""
         kept = " in fp8" if engine.kv_dtype == "fp8" else ""
-        body = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        body = json.dumps({"model": service.name, "messages": messages, "temperature": 0})
         if host not in ("127.0.0.1", "::1", "localhost") and not config.api_key:
             self._journal.warning("no --api-key: everyone who reaches this address may use it", host=host)
         print(

@@ -165,11 +165,34 @@ class Broken:
     def allowed(self) -> Any:
         return np.full(9, -1, dtype=np.int32)
 
+    is_broken = False
+
     def accept(self, token: int) -> bool:
         self.left -= 1
         if self.left < 0:
             raise RuntimeError("no such rule")
         return False
+
+
+class Lost(Broken):
+    """A grammar that nobody can follow any further than its second token, where the answer may only end."""
+
+    @property
+    def is_broken(self) -> bool:  # type: ignore[override]
+        return self.left < 0
+
+    def accept(self, token: int) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_answer_that_left_its_grammar_broke_off_and_did_not_stop(ends: bool) -> None:
+    listener = answer()
+    listener.row.constraint = Lost()
+    events = [listener.take(Chosen(token)) for token in (*TOKENIZER.encode("a"), END if ends else TOKENIZER.encode("b")[0])]
+    assert [event.finish_reason for event in events] == [None, "length"]
+    assert "".join(event.text for event in events) == ("a" if ends else "ab")
 
 
 def test_an_answer_that_cannot_go_on_ends_as_an_error_and_says_why_in_the_log(

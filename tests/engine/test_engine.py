@@ -237,6 +237,32 @@ def test_a_pinned_context_outlives_pressure_until_it_expires() -> None:
     assert ask(engine, prompt)[0].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(("prompt", "answer"), [(150, 4), (20, 134)])
+def test_pins_give_way_to_a_request_that_would_wait_for_ever(prompt: int, answer: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It needs the whole pool, at once or when it has grown; pins that came with requests go first."""
+    engine = tiny_engine(kv_cache_tokens=160)
+    for place, automatic in ((0, False), (100, True), (200, False)):
+        asked = [place + token for token in range(6)]
+        ask(engine, asked)
+        engine.pin(asked, Tenant(), 0, None, automatic=automatic)
+    assert [pin.automatic for pin in engine.pins] == [False, True, False]
+    tokens = [(7 * token) % 256 for token in range(prompt)]
+    expected = [event.token for event in ask(tiny_engine(), tokens, answer)]
+    assert [event.token for event in ask(engine, tokens, answer)] == expected
+    assert not list(engine.pins) and caplog.text.count("a pin of 6 tokens is taken away") == 3
+    assert [event.token for event in ask(engine, [1, 2, 3])] == [event.token for event in ask(tiny_engine(), [1, 2, 3])]
+
+
+def test_only_as_many_pins_give_way_as_must() -> None:
+    engine = tiny_engine(kv_cache_tokens=160)
+    for place, automatic in ((0, False), (100, True)):
+        asked = [place + token for token in range(6)]
+        ask(engine, asked)
+        engine.pin(asked, Tenant(), 0, None, automatic=automatic)
+    ask(engine, [(7 * token) % 256 for token in range(146)], 4)
+    assert [pin.automatic for pin in engine.pins] == [False]
+
+
 def test_pins_have_a_quota_and_an_owner() -> None:
     engine = tiny_engine(kv_cache_tokens=160)  # 40 pages, of which 10 may be pinned
     mine, theirs = Tenant(b"mine", b"me"), Tenant(b"theirs", b"them")
@@ -332,6 +358,8 @@ class Only:
         bits = np.zeros(9 * 4, dtype=np.uint8)
         bits[self.left[0] // 8] |= 1 << self.left[0] % 8
         return bits.view(np.int32)
+
+    is_broken = False
 
     def accept(self, token: int) -> bool:
         assert token == self.left.pop(0)

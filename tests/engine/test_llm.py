@@ -1,6 +1,7 @@
 """The offline interface: prompts of every kind in, answers out, and an engine that stays usable whatever was asked."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -333,3 +334,40 @@ def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b", "c"], greedy(2), use_tqdm=True)
     assert "3/3" in capsys.readouterr().err
+
+
+# ---- threads, and what cannot be meant
+
+
+def test_several_threads_may_ask_at_the_same_time() -> None:
+    llm = tiny_llm()
+    prompts = [[(seed * 37 + place * 11) % 250 for place in range(10 + seed)] for seed in range(6)]
+    expected = [tiny_llm().generate(prompt, greedy(12))[0].outputs[0].token_ids for prompt in prompts]
+
+    def work(seed: int) -> list[list[int]]:
+        found = [llm.generate(prompts[seed], greedy(12))[0].outputs[0].token_ids]
+        return [*found, [event.token for event in llm.stream(prompts[seed], greedy(12))]]
+
+    with ThreadPoolExecutor(6) as threads:
+        for seed, found in enumerate(threads.map(work, range(6))):
+            assert list(map(list, found)) == [list(expected[seed])] * 2
+    assert at_rest(llm)
+
+
+@pytest.mark.parametrize("wrong", [[greedy(1), greedy(1)], {"temperature": 0}])
+def test_a_stream_takes_one_set_of_sampling_params(wrong: Any) -> None:
+    llm = tiny_llm()
+    for ask in (lambda: llm.stream(HELLO, wrong), lambda: llm.stream_chat([{"role": "user", "content": "hi"}], wrong)):
+        with pytest.raises(InvalidSampling):
+            ask()
+    assert at_rest(llm)
+
+
+def test_a_message_is_no_conversation() -> None:
+    llm = tiny_llm()
+    for ask in (llm.chat, llm.stream_chat):
+        with pytest.raises(InputError):
+            ask({"role": "user", "content": "hi"})
+    for wrong in (5, None):
+        with pytest.raises(InputError):
+            llm.schemas.add(wrong)

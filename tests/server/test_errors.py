@@ -123,15 +123,20 @@ def test_who_comes_when_all_rows_are_taken_may_try_again(server: Live, client: o
     assert ask(client, "Second come").choices[0].message.content
 
 
+def total(server: Live) -> float:
+    return sum(value for name, value in counters(server).items() if name.startswith("pando_requests_total{"))
+
+
 @pytest.mark.usefixtures("soon_late")
 def test_a_request_that_takes_too_long_is_given_up(server: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = counters(server)['pando_requests_total{outcome="timeout"}']
+    before, all_before = counters(server)['pando_requests_total{outcome="timeout"}'], total(server)
     with braked(server):
         with pytest.raises(openai.InternalServerError, match="request-timeout") as late:
             ask(client, "Too slow")
         assert late.value.status_code == 503 and late.value.code == "timeout"
         assert not server.service._tickets
     assert counters(server)['pando_requests_total{outcome="timeout"}'] == before + 1
+    assert total(server) == all_before + 1, "it is counted once"
     monkeypatch.undo()
     assert ask(client, "Fast enough").choices
 
