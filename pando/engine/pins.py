@@ -80,9 +80,10 @@ class Pins:
             self._tree.unpin(stem)
 
     def give_way(self) -> None:
-        """A request that would wait for ever comes before what is pinned: first those that came with requests go, then the oldest."""
-        pin = min(self, key=lambda pin: not pin.automatic, default=None)
-        if pin is not None:
+        """A request that would wait for ever comes before what is pinned: first those that came with requests go, then the newest. What the
+        operator shares is the oldest."""
+        if self._pins:
+            pin = next((pin for pin in self if pin.automatic), list(self)[-1])
             log.warning("a request finds no room beside what is pinned: a pin of %d tokens is taken away", pin.tokens)
             self.drop(pin)
 

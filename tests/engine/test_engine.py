@@ -253,14 +253,16 @@ def test_pins_give_way_to_a_request_that_would_wait_for_ever(prompt: int, answer
     assert [event.token for event in ask(engine, [1, 2, 3])] == [event.token for event in ask(tiny_engine(), [1, 2, 3])]
 
 
-def test_only_as_many_pins_give_way_as_must() -> None:
+@pytest.mark.parametrize("automatic", [True, False])
+def test_only_as_many_pins_give_way_as_must(automatic: bool) -> None:
     engine = tiny_engine(kv_cache_tokens=160)
-    for place, automatic in ((0, False), (100, True)):
+    pins = []
+    for place in (0, 100):
         asked = [place + token for token in range(6)]
         ask(engine, asked)
-        engine.pin(asked, Tenant(), 0, None, automatic=automatic)
+        pins.append(engine.pin(asked, Tenant(), 0, None, automatic=automatic and not place))
     ask(engine, [(7 * token) % 256 for token in range(146)], 4)
-    assert [pin.automatic for pin in engine.pins] == [False]
+    assert list(engine.pins) == [pins[1] if automatic else pins[0]]
 
 
 def test_pins_have_a_quota_and_an_owner() -> None:
