@@ -276,3 +276,20 @@ def test_without_the_library_the_error_says_how_to_install_it(grammars: Grammars
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(PandoError, match="pip install llguidance"):
         grammars.json_object()
+
+
+def test_a_grammar_that_becomes_too_large_within_an_answer_is_broken_there(grammars: Grammars) -> None:
+    """Its error shows only when tokens are followed: a schema that seems harmless has too many cases."""
+    number = {"type": "integer", "multipleOf": 7919, "minimum": 1, "maximum": 10**9}
+    constraint = grammars.json_schema({"type": "object", "properties": {"x": number}, "required": ["x"]})()
+    assert not follow(constraint, '{"x": ') and not constraint.is_broken
+    complete = False
+    for token in tiny_tokenizer().encode("123456789", special=False):
+        complete = complete or constraint.accept(token if token in tokens_of(constraint.allowed()) else END)
+    assert complete and constraint.is_broken
+    assert tokens_of(constraint.allowed()) == [END]
+
+
+def test_a_complete_answer_is_not_broken(grammars: Grammars) -> None:
+    constraint = grammars.json_schema(WEATHER)()
+    assert follow(constraint, '{"city": "Rome", "days": 3}') and not constraint.is_broken
