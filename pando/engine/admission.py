@@ -191,9 +191,9 @@ class Admission:
         if max_tokens is None and len(prompt) < slots:
             return min(last, slots)
         if last > slots:
-            needed = last + taken * self._pages.page_size
+            needed, way = last + taken * self._pages.page_size, "lower max_tokens" if len(prompt) < slots else "shorten the prompt"
             raise PoolTooSmall(
                 f"the request may need {needed} tokens of KV cache and the pool has {self._pages.count * self._pages.page_size}; "
-                f"raise kv_cache_tokens to at least {needed}, or lower max_tokens"
+                f"raise kv_cache_tokens to at least {needed}, or {way}"
             )
         return last

@@ -596,14 +596,16 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
 
 def test_a_pool_too_small_for_a_request_says_how_much_is_needed() -> None:
     engine = tiny_engine(kv_cache_tokens=48)
-    with pytest.raises(PoolTooSmall, match="may need 50 tokens of KV cache and the pool has 48; raise kv_cache_tokens to at least 50"):
+    with pytest.raises(
+        PoolTooSmall, match="may need 50 tokens of KV cache and the pool has 48; raise kv_cache_tokens to at least 50, or lower max_tokens"
+    ):
         engine.add(Request("r", TRUNK, greedy(10)))
     assert len(ask(engine, TRUNK, 8)) == 8
 
 
 def test_a_prompt_that_fills_the_pool_is_refused_whatever_its_answer_may_be() -> None:
     engine = tiny_engine(kv_cache_tokens=40)
-    with pytest.raises(PoolTooSmall):
+    with pytest.raises(PoolTooSmall, match="or shorten the prompt"):
         engine.add(Request("r", TRUNK, SamplingParams(max_tokens=None)))
 
 
