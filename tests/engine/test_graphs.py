@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pando.engine import sampler
 from pando.engine.engine import Engine
 from pando.engine.graphs import SEEN_WITH_PROMPTS, Graphs
 from pando.engine.request import Request
+from pando.engine.sampler import likeliest
 from pando.kernels import reference
 from pando.kernels.reads import Reads
 from pando.kernels.reference import Geometry
@@ -115,6 +117,20 @@ def test_captured_steps_of_all_kinds_share_the_memory_of_their_logits(model: Mod
         run(engine, [Request(f"{count} {i}", prompt(i, 9), greedy(4)) for i in range(count)])
     rows = {entry.logits.untyped_storage().data_ptr(): len(entry.logits) for entry in graphs._captured.values()}
     assert len(graphs._captured) > 3 and len(rows) == 1
+
+
+def test_captured_steps_find_the_likeliest_tokens_and_nobody_looks_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, looked = tiny_engine(model), list[int]()
+    graphs = captured(engine)
+
+    def look(logits: Tensor) -> sampler.Likeliest:
+        looked.append(len(logits))
+        return likeliest(logits)
+
+    monkeypatch.setattr(sampler, "likeliest", look)  # what a captured step calls is another name of it
+    run(engine, [Request("r", prompt(1, 20), greedy(30))])
+    assert graphs.replays > 20 and len(looked) == engine.steps - graphs.replays - graphs.captures
+    assert graphs.likeliest is not None and graphs._logits.dtype == model.dtype, "logits are not widened"
 
 
 def test_a_step_with_a_prompt_is_captured_only_when_its_kind_comes_again_and_again(model: Model) -> None:
