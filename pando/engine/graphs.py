@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from ..kernels.staging import Staged
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
 from .batch import NOWHERE, Batch, Lowered
-from .sampler import Likeliest, likeliest
+from .sampler import NO_TOKEN, Likeliest, likeliest
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +100,12 @@ class Graphs:
         lower: Callable[[Reads, Tensor, float], Replaceable],
         launches: Callable[[Reads], Hashable],
         capture: Callable[[Callable[[], Found], bool], Repeat],
+        find: Callable[[Tensor], Likeliest] = likeliest,
     ) -> None:
         """`lower` makes a plan ready, with so much spare room; `launches` names what a graph of it could do; `capture` makes of something
-        that was done once what repeats it, at once or layer by layer."""
+        that was done once what repeats it, at once or layer by layer; `find` tells what is likeliest."""
         self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
+        self._find = find
         self._captured: dict[Kind, _Captured] = {}
         # of all kinds: a step's are read before the next
         self._logits = torch.empty(0, decoder.config.vocab_size, dtype=decoder.embed.dtype, device=pool.k.device)
@@ -161,7 +164,7 @@ class Graphs:
         entry.lowering.begin(entry.positions)
         step = Step(entry.tokens, entry.positions, entry.slots, entry.wanted, entry.lowering.attend, entry.logits)
         logits = self._decoder.forward(step, self._pool)
-        return logits, likeliest(logits)
+        return logits, self._find(logits)
 
 
 class _Cuts:
@@ -196,7 +199,7 @@ def _kept() -> Iterator[None]:
 
 
 def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
-    from ..kernels import gpu
+    from ..kernels import gpu, gpu_ops
     from ..kernels.gpu_tiles import sizes
 
     device, geometry = gpu.Device.of(pool.k.device), decoder.geometry
@@ -230,7 +233,7 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
 
         return repeat
 
-    return Graphs(decoder, pool, lower, launches, capture)
+    return Graphs(decoder, pool, lower, launches, capture, partial(gpu_ops.likeliest, nothing=NO_TOKEN))
 
 
 def _rounded(count: int, sizes: Sequence[int]) -> int:

@@ -77,7 +77,7 @@ class TritonLowering:
         self._staged = Staged(self._ints)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
-        self._positions = torch.zeros(math.ceil(len(positions) * spare), dtype=torch.int64, device=place)
+        self._count = math.ceil(len(positions) * spare)  # of tokens, at most
         self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
         self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
         most = int(np.diff(tiles.starts).max(initial=0))
@@ -98,7 +98,7 @@ class TritonLowering:
             all(map(le, tiles.launches, self._grids))
             and all(map(le, map(len, arrays), self._room.values()))
             and tiles.parts <= self._parts.shape[0]
-            and count <= self._positions.shape[0]
+            and count <= self._count
             and len(tiles.moved) <= self._moves
         )
         if fits:
@@ -117,16 +117,16 @@ class TritonLowering:
         self._staged.send()
 
     def begin(self, positions: Tensor) -> None:
-        self._positions[: len(positions)].copy_(positions)
+        positions = positions.to(self._device.where)  # a step's are there
         a, pairs = self._arrays, max(self._large.rows, self._small.rows) // (self._geometry.heads // self._geometry.kv_heads)
         kernels.begin[(max(1, self._grids[0] + self._grids[1]),)](
-            self._positions, a["tiles"], a["counts"], a["reader"], a["base"], a["room"], self._seen, self._ahead,
+            positions, a["tiles"], a["counts"], a["reader"], a["base"], a["room"], self._seen, self._ahead,
             power_of_two(pairs), self._keys, num_warps=1,
         )  # fmt: skip
         freqs = self._geometry.freqs
         if self._moves and freqs is not None:
             moved = a["moved"][: self._moves].to(torch.int64)
-            self._turn = turns(self._positions[moved] - a["shifts"][: self._moves], freqs, self._geometry.factor)
+            self._turn = turns(positions[moved] - a["shifts"][: self._moves], freqs, self._geometry.factor)
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
         g, count = self._geometry, len(q)
@@ -162,6 +162,7 @@ class TritonLowering:
         self, size: Size, tiles: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, is_large: bool, early: bool, after: bool
     ) -> None:
         g, a, overlaps = self._geometry, self._arrays, self._device.overlaps
+        alone = not is_large and not self._grids[0] and not size.many
         pool = (k, v) if size.exact else (self._descriptor(k), self._descriptor(v))
         programs = min(tiles * g.kv_heads, self._device.processors) if size.many else tiles * g.kv_heads
         self._launch(
@@ -169,8 +170,8 @@ class TritonLowering:
             a["pages"], a["query"], self._seen, self._ahead, a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
             *self._shape, self._page_size, size.rows,
             LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, g.slopes is not None, self._precision,
-            is_large, not is_large and not self._grids[0] and not size.many, size.many, early and overlaps, after and overlaps,
-            num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after),
+            is_large, alone, size.many, alone and overlaps, early and overlaps, after and overlaps,
+            num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after or alone),
         )  # fmt: skip
 
     def _look_apart(self, hopper: Hopper, tiles: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, early: bool) -> None:

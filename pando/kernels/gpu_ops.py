@@ -12,6 +12,7 @@ from .ops import Activation, AddNorm, Apply, FusedOps, Linear, TorchOps
 
 GATE = 1024  # numbers that a program activates
 HEADS = 8  # written together
+LOGITS = 8192  # that a program looks at together
 
 
 class TritonOps(FusedOps):
@@ -69,6 +70,14 @@ class TritonOps(FusedOps):
             kernels.rotate_and_store, (qkv.shape[1:], heads, turn.shape[-1], *kind_of(*tensors)), (count, -(-both // HEADS)), *tensors,
             heads, kv_heads, size, turn.shape[-1], power_of_two(-(-size // 2)), HEADS, self._overlaps, num_warps=2, **self._early,
         )  # fmt: skip
+
+
+def likeliest(logits: Tensor, nothing: int) -> tuple[Tensor, Tensor]:
+    """Of each row of logits [N, V] the token with the largest, and what is told of it: the same, or `nothing` where none can be chosen."""
+    logits = logits.contiguous()
+    tokens, told = torch.empty(2, len(logits), dtype=torch.int64, device=logits.device)
+    kernels.likeliest[(len(logits),)](logits, tokens, told, logits.shape[1], LOGITS, nothing, num_warps=16)
+    return tokens, told
 
 
 def probe(device: Device, dtype: torch.dtype) -> None:

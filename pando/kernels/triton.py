@@ -39,23 +39,26 @@ def begin(positions, tiles, counts, reader, base, room, seen, ahead, PAIRS: tl.c
 def _look(
     q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tile, head,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One tile for one kv head. WIDE is D, made a power of two: what a block holds beyond D meets zeros, or is not stored. k and v are
     descriptors of the pool; EXACT, pointers to it."""
     first = tl.load(tile)
     start = tl.load(tile + 1)
-    full = tl.load(tile + 2)
-    end = tl.load(tile + 3)
     pair = tl.load(tile + 4)
     pairs = tl.load(tile + 5)
     part = tl.load(tile + 6)
+    page = tl.load(tile + 8)
     rows, dims, keys = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, KEYS)
     real, whole = rows < pairs * G, dims < D
     mine, name = pair + rows // G, head * G + rows % G
     who = tl.load(query + mine, mask=real, other=0).to(tl.int64)
-    x = tl.load(q + (who * H + name)[:, None] * D + dims[None, :], mask=real[:, None] & whole[None, :], other=0.0)
     place = tl.load(places + part + rows // G, mask=real, other=0)
+    if WAITS:  # what it read until now is the plan, which stays
+        tl.extra.cuda.gdc_wait()
+    full = tl.load(tile + 2)
+    end = tl.load(tile + 3)
+    x = tl.load(q + (who * H + name)[:, None] * D + dims[None, :], mask=real[:, None] & whole[None, :], other=0.0)
     if ALIBI:
         slope = tl.load(slopes + name, mask=real, other=0.0) * 1.4426950408889634
         offset = tl.load(ahead + mine, mask=real, other=0)
@@ -63,7 +66,6 @@ def _look(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     last = (tl.maximum(end, 1) - 1) // PAGE
-    page = tl.load(tile + 8)
     if EXACT:
         full = start
     else:
@@ -109,6 +111,8 @@ def _look(
                 value = tl.where((j < end)[:, None], v.load([slot, head * D]), 0.0)  # what nobody sees may hold anything, even NaN
             acc = tl.dot(weight.to(x.dtype), value.to(x.dtype), acc * shrink[:, None], input_precision=PRECISION)
             peak = top
+    if WAITS:
+        tl.extra.cuda.gdc_launch_dependents()
     empty = total == 0.0
     answer = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
     lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
@@ -125,10 +129,11 @@ def look(
     q, k, v, slopes, tiles, counts, pages, query, seen, ahead, places, parts, lses, out, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-    LARGE: tl.constexpr, ALL: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
+    LARGE: tl.constexpr, ALL: tl.constexpr, MANY: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """The large tiles of a plan, or the small ones behind them. ALL: there are only these, and nobody waits to be told how many, since
-    those behind them are zeros. MANY: a program takes one tile after the other.
+    those behind them are zeros. MANY: a program takes one tile after the other. WAITS: this launch may begin while the one before it runs,
+    as those of `triton_ops`, and lets the next one begin when it has looked.
 
     EARLY: the launch that follows may begin while this one runs. It is the other kind of tile, which needs nothing of this one and finds
     the room that large tiles leave, so that one computes while the other fetches; or the merge, which waits. A merge waits for the launch
@@ -142,14 +147,14 @@ def look(
         for i in tl.range(low + tl.program_id(0), high, tl.num_programs(0)):
             _look(
                 q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * TILE, i % K,
-                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
+                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION, WAITS,
             )  # fmt: skip
     else:
         i = low + tl.program_id(0)
         if ALL or i < (tl.load(counts) if LARGE else tl.load(counts + 1)) * K:
             _look(
                 q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * TILE, i % K,
-                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION,
+                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION, WAITS,
             )  # fmt: skip
     if AFTER:  # noqa: SIM102
         if tl.program_id(0) == tl.num_programs(0) - 1:

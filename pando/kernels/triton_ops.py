@@ -2,7 +2,8 @@
 
 OVERLAPS: a launch may begin while the one before it still runs. Until it has waited it reads weights only, which nobody changes. Every
 program waits before it reads or writes anything else: so whoever waits for this launch has waited for all before it. A launch lets the next
-one begin when that cannot slow it down: at once if it streams weights itself, but not before it has its input if it only waits for memory.
+one begin when that cannot slow it down: at once if it streams weights itself, or if it is attention that follows, which waits, too; but not
+before it has its input if it only waits for memory and those behind it do not.
 """
 
 import triton
@@ -99,6 +100,37 @@ def few_rows(
 
 
 @triton.jit
+def some_rows(
+    x, weight, bias, out, count, outputs, inputs,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BIASED: tl.constexpr, GATED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """As `few_rows`, for more tokens than can be multiplied one by one: ROWS of the outputs are the rows of a product. `weight` is a
+    descriptor, beyond whose end there are zeros."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS
+    output, dims, tokens = row + tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
+    given, mine = x + tokens[None, :] * inputs + dims[:, None], (tokens < count)[None, :]
+    gate, other = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    for k in tl.range(0, inputs, BLOCK, num_stages=STAGES):
+        y = tl.load(given + k, mask=mine & (k + dims < inputs)[:, None], other=0.0)
+        gate = tl.dot(weight.load([row, k]), y, gate)
+        if GATED:
+            other = tl.dot(weight.load([outputs + row, k]), y, other)
+    if BIASED:
+        gate += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            other += tl.load(bias + outputs + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+    answer = gate.to(out.dtype.element_ty)
+    if GATED:
+        answer = _gated(answer, other.to(out.dtype.element_ty))
+    tl.store(out + tokens[None, :] * outputs + output[:, None], answer, mask=mine & (output < outputs)[:, None])
+
+
+@triton.jit
 def round_rows(x, codes, scales, C: tl.constexpr, WIDE: tl.constexpr, OVERLAPS: tl.constexpr):
     """One token's numbers in 8 bits, and their scale. WIDE is C, made a power of two."""
     if OVERLAPS:
@@ -125,6 +157,7 @@ def rotate_and_store(
 ):  # fmt: skip
     """Some heads of one token: queries and keys are rotated by pairs, of which the first PAIRS turn; keys and values go to their slot."""
     if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -150,6 +183,25 @@ def _turned(x, angle, moves, PAIRS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.
     turns = moves & (tl.arange(0, HALF) < PAIRS)[None, :]
     y = tl.join(tl.where(turns, a * cosine[None] - b * sine[None], a), tl.where(turns, a * sine[None] + b * cosine[None], b))
     return tl.reshape(y, (HEADS, 2 * HALF)).to(x.dtype)
+
+
+@triton.jit
+def likeliest(logits, tokens, told, V, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+    """The largest of one row's numbers, of equals the first. NOTHING is told of it where that is no finite number, or one is NaN."""
+    here, mine = tl.arange(0, BLOCK), logits + tl.program_id(0).to(tl.int64) * V
+    best, at, odd = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    ahead = tl.load(mine + here, mask=here < V, other=float("-inf"))
+    for start in range(0, V, BLOCK):
+        x, place = ahead.to(tl.float32), start + here
+        ahead = tl.load(mine + place + BLOCK, mask=place + BLOCK < V, other=float("-inf"))
+        odd = tl.where(x == x, odd, 1)
+        at = tl.where(x > best, place, at)
+        best = tl.where(x > best, x, best)
+    top = tl.max(best, 0)
+    token = tl.min(tl.where(best == top, at, V), 0)
+    finite = (tl.max(odd, 0) == 0) & (tl.abs(top) < float("inf"))
+    tl.store(tokens + tl.program_id(0), token)
+    tl.store(told + tl.program_id(0), tl.where(finite, token, NOTHING))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -104,6 +104,9 @@ def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[L
         maps = [*(each for layer in weights.layers for each in (layer.qkv, layer.o, layer.up, layer.down)), weights.head]
         streamed = [each for each in maps if isinstance(each, Tensor) or fp8.multiplied(place)]
         most = gpu_linear.measured(device, streamed, gpu_linear.replayed)
+        ops = gpu_ops.TritonOps(device)
+        gates = {id(layer.up): ops.gate("silu") for layer in weights.layers if layer.up.shape[0] == 2 * layer.down.shape[1]}
+        tiled = gpu_linear.measured_tiles(device, [(each, gates.get(id(each))) for each in streamed], gpu_linear.replayed)
     except ImportError:  # attention says so
         return plain_linear, TorchOps()
     except Exception as error:  # a compiler and a driver raise whatever they like
@@ -113,8 +116,9 @@ def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[L
         )
         return plain_linear, TorchOps()
     found = ", ".join(f"{outputs} x {inputs} up to {rows}" for (outputs, inputs), rows in most.items())
-    log.info("linear maps of few rows, as measured here, are streamed: %s", found)
-    return gpu_linear.GpuLinear(device, most), gpu_ops.TritonOps(device)
+    more = ", ".join(f"{outputs} x {inputs} for {', '.join(map(str, rows))}" for (outputs, inputs), rows in tiled.items() if rows)
+    log.info("linear maps of few rows, as measured here, are streamed: %s; of some more by tiles: %s", found, more or "none")
+    return gpu_linear.GpuLinear(device, most, tiled), ops
 
 
 def _library(dtype: torch.dtype) -> Library | None:

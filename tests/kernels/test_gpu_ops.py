@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pando.bench.random_model import random_model
+from pando.engine.sampler import likeliest
 from pando.kernels.ops import TorchOps
 from pando.kernels.reference import Read, attend
 from pando.kernels.rope import frequencies, turns
@@ -137,6 +138,69 @@ def test_only_as_many_rows_are_streamed_as_was_measured(gpu_ops: ModuleType, mon
     assert streamed == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # a map without a measurement is torch's
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])])  # as the interpreter multiplies
+@pytest.mark.parametrize("tokens", [1, 16, 23, 64])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_are_multiplied_by_tiles(gpu_ops: ModuleType, dtype: torch.dtype, tokens: int, biased: bool, gated: bool) -> None:
+    from pando.kernels.gpu_linear import by_tiles
+
+    for outputs, inputs in ((70, 80), (8, 400)):
+        both = 2 * outputs if gated else outputs
+        x, weight = draw(tokens, inputs, dtype=dtype), draw(both, inputs, dtype=dtype, scale=inputs**-0.5)
+        bias = draw(both, dtype=dtype) if biased else None
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        exact = TorchOps().gate("silu")(exact) if gated else exact
+        assert close(by_tiles(device(gpu_ops), weight, bias, gated=gated)(x), exact, 4 if gated else 2)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_only_such_numbers_of_rows_are_multiplied_by_tiles_as_were_measured(
+    gpu_ops: ModuleType, monkeypatch: pytest.MonkeyPatch, gated: bool
+) -> None:
+    from pando.kernels import gpu_linear
+
+    done: list[tuple[str, int]] = []
+
+    def noted(name: str, outputs: int) -> object:
+        return lambda x: done.append((name, len(x))) or x.new_empty(len(x), outputs)
+
+    monkeypatch.setattr(gpu_linear, "stream", lambda device, x, *_, gated: noted("stream", 6)(x))  # type: ignore[operator]
+    monkeypatch.setattr(gpu_linear, "by_tiles", lambda *_, gated: noted(f"tiles {gated}", 6))
+    monkeypatch.setattr(gpu_linear, "product", lambda *_: noted("product", 6))
+    weight = torch.randn(12, 16, device=DEVICE, dtype=torch.float16)
+    linear = gpu_linear.GpuLinear(device(gpu_ops), {weight.shape: 2}, {weight.shape: [16, 64]})
+    apply = linear.gated(weight, None, noted("product", 6)) if gated else linear(weight, None)
+    rows = (0, 2, 3, 16, 17, 32, 33, 64, 65)
+    for count in rows:
+        apply(weight.new_empty(count, 16))
+    tiles = f"tiles {gated}"
+    ways = ("stream", "stream", tiles, tiles, "product", "product", tiles, tiles, "product")
+    assert done == list(zip(ways, rows, strict=True))
+
+
+def test_tiles_are_used_where_they_are_quicker(gpu_ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pando.kernels import gpu_linear
+
+    overlapping = device(gpu_ops)._replace(overlaps=True)
+    monkeypatch.setattr(gpu_linear, "by_tiles", lambda _, weight, bias, *, gated: lambda x: (x, gated))
+    times, seen = iter([0.9, 1.0, 1.1, 1.0, 0.5, 1.0]), list[object]()
+
+    def clock(work: object) -> float:
+        seen.append(work())  # type: ignore[operator]
+        return next(times)
+
+    gate = gpu_ops.TritonOps(overlapping._replace(overlaps=device(gpu_ops).overlaps)).gate("silu")
+    weights = [torch.randn(32, 16, device=DEVICE, dtype=torch.float16) for _ in range(2)]
+    odd = [torch.randn(32, 16, device=DEVICE), torch.randn(32, 12, device=DEVICE, dtype=torch.float16)]
+    found = gpu_linear.measured_tiles(overlapping, [*((each, gate) for each in weights), *((each, None) for each in odd)], clock)
+    assert found == {(32, 16): [16, 64]}, "of 16 bits, and with rows that a descriptor takes"
+    assert all(len(each) == 2 for each in seen), "all weights of a shape"  # type: ignore[arg-type]
+    assert all(gated for each in seen[::2] for _, gated in each)  # type: ignore[attr-defined]
+    assert [each[0].shape for each in seen[1::2]] == [(rows, 16) for rows in (16, 32, 64)], "gated, too"  # type: ignore[index]
+    assert gpu_linear.measured_tiles(overlapping._replace(overlaps=False), [(weights[0], None)], clock) == {}
+
+
 @pytest.mark.parametrize(
     ("ratios", "most"),
     [((0.5, 0.7, 0.9, 1.1), 4), ((1.2, 0.5, 0.5, 0.5), 0), ((0.5, 2.0, 0.5, 0.5), 1), ((0.5, 0.5, 0.5, 0.5), 8)],
@@ -225,6 +289,30 @@ def logits(model: Model) -> Tensor:
         step = Step(7 + here, here, here, every[: len(here)], attention)
         answers.append(model.decoder.forward(step, SimpleNamespace(layer=lambda index: tuple(pool[:, index]))))
     return torch.cat(answers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [5, 8192, 20_011])
+def test_the_likeliest_token_is_the_first_of_the_largest_and_none_is_told_where_none_can_be_chosen(
+    gpu_ops: ModuleType, dtype: torch.dtype, size: int
+) -> None:
+    logits = draw(9, size, dtype=dtype, scale=2.0)  # of 16 bits, where many are equal
+    logits[1] = 1.0
+    logits[2], logits[3] = -torch.inf, -torch.inf
+    logits[3, -1] = -7.0
+    logits[4, size // 2] = torch.nan
+    logits[5, size // 3] = torch.inf
+    logits[6], logits[7, -1] = torch.nan, logits[7].max()
+    tokens, told = gpu_ops.likeliest(logits, -1)
+    kept, cpu = tokens.tolist(), logits.double().cpu()
+    for row in (0, 1, 3, 7, 8):
+        first = (cpu[row] == cpu[row].max()).nonzero()[0].item()
+        assert (kept[row], told.tolist()[row]) == (first, first)
+    assert [told.tolist()[row] for row in (2, 4, 5, 6)] == [-1] * 4
+    assert all(0 <= token < size for token in kept), "the next step takes something in any case"
+    same, also = likeliest(logits)
+    assert told.tolist() == also.tolist()
+    assert [kept[row] for row in (0, 1, 3, 7, 8)] == [same.tolist()[row] for row in (0, 1, 3, 7, 8)]
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Model:
