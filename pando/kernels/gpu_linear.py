@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from . import fp8
 from . import triton_ops as kernels
 from .fp8 import FP8, Scaled, Weight
 from .gpu import Device
-from .launch import Launches, power_of_two
+from .launch import ALIGNED, Launches, power_of_two
 from .ops import Apply
 
 ROWS = (1, 2, 4, 8)  # rows of input that are timed
@@ -66,7 +66,7 @@ class GpuLinear:
 
     def _either(self, weight: Weight, bias: Tensor | None, otherwise: Apply, *, gated: bool) -> Apply:
         most, numbers = self._most.get(weight.shape, 0), self._tiled.get(weight.shape, ())
-        tiles = by_tiles(self._device, weight, bias, gated=gated) if numbers and isinstance(weight, Tensor) else otherwise
+        tiles = by_tiles(self._device, weight, bias, gated=gated) if numbers and has_tiles(weight) else otherwise
         suited = {rows for rows in range(most + 1, TILED[-1] + 1) if next(number for number in TILED if number >= rows) in numbers}
 
         def apply(x: Tensor) -> Tensor:
@@ -129,6 +129,13 @@ def tile_of(count: int, size: int, each: int = 2) -> Tile:
     return Tile(2 * more, block, max(1, block // 512))
 
 
+def has_tiles(weight: Weight) -> TypeGuard[Tensor]:
+    """Can a descriptor name them? They have 16 bits, and begin and go on where it wants them to."""
+    if not isinstance(weight, Tensor) or weight.dtype.itemsize != 2:
+        return False
+    return weight.is_contiguous() and weight.data_ptr() % ALIGNED == 0 and weight.shape[1] % ALIKE == 0
+
+
 def by_tiles(device: Device, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Apply:
     """For 1 to 64 rows of 16 bits."""
     (both, size), launch = weight.shape, Launches()
@@ -174,7 +181,7 @@ def measured_tiles(device: Device, weights: Iterable[tuple[Weight, Apply | None]
     """For which numbers of rows products by tiles are faster than torch's. Weights of gates come with what is done behind torch's."""
     alike: dict[Shape, list[tuple[Tensor, Apply | None]]] = {}
     for weight, gate in weights:
-        if device.overlaps and isinstance(weight, Tensor) and weight.dtype.itemsize == 2 and weight.shape[1] % ALIKE == 0:
+        if device.overlaps and has_tiles(weight):
             alike.setdefault(weight.shape, []).append((weight, gate))
     return {shape: _tiled(device, same, clock) for shape, same in alike.items()}
 
