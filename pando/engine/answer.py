@@ -99,6 +99,7 @@ class Answer:
             told,
             row.waited,
             row.scored,
+            row.others,
         )
 
 

@@ -249,6 +249,7 @@ class TokenEvent(NamedTuple):
     reuse: Reuse = Reuse()
     waited: float = 0.0  # seconds until its first step
     prompt_logprobs: Sequence[float] | None = None  # of the tokens after the first, where the request asked for them
+    prompt_top: Sequence[Sequence[tuple[int, float, int]]] = ()  # of each, it and the likeliest, with logprob and rank, where asked for
 
 
 @dataclass

@@ -44,6 +44,7 @@ class Row:
     arrived: float = 0.0
     waited: float = 0.0  # seconds until then
     scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
+    others: list[list[tuple[int, float, int]]] = field(default_factory=list)  # and of what could stand there: token, logprob, rank
     at: int = 0  # the position of its first token
     imported: int = 0  # tokens of the prompt that stand before them
     wants: Sequence[Want] = ()  # where those are

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from .draw import scores
 from .row import Row, Schedule
+
+TOGETHER = 256  # tokens of a prompt that are looked at together: each has a number for every token of the vocabulary
 
 
 def take_scores(schedule: Schedule, logits: Tensor) -> Tensor:
@@ -21,9 +24,16 @@ def take_scores(schedule: Schedule, logits: Tensor) -> Tensor:
 
 
 def _score(row: Row, start: int, logits: Tensor) -> None:
-    """The logprob of the token that follows each of the computed ones in the prompt. A row that was preempted begins again."""
+    """The logprob of the token that follows each of the computed ones in the prompt, and of others in its place where they are wanted. A
+    row that was preempted begins again."""
     assert row.scored is not None
-    following = row.prompt[start + 1 : start + len(logits) + 1]
-    if following:
-        scores = logits[: len(following)].log_softmax(-1, dtype=torch.float32)
-        row.scored[start:] = scores.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].tolist()
+    following, wanted = row.prompt[start + 1 : start + len(logits) + 1], row.params.logprobs
+    for place in range(0, len(following), TOGETHER):
+        tokens = torch.tensor(following[place : place + TOGETHER], device=logits.device)
+        raw = logits[place : place + len(tokens)].log_softmax(-1, dtype=torch.float32)
+        if wanted is None:
+            row.scored[start + place :] = raw.gather(1, tokens[:, None])[:, 0].tolist()
+        else:
+            found = scores(raw, tokens, [wanted] * len(tokens))
+            row.scored[start + place :] = [logprob for logprob, _ in found]
+            row.others[start + place :] = [top for _, top in found]

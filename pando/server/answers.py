@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from typing import Literal, get_args
 
 from ..engine.pins import Pin
-from ..engine.request import Reuse, TokenEvent, Truncated
+from ..engine.request import Logprob, Reuse, TokenEvent, Truncated
 from . import tools
 from .history import Drift
 from .logprobs import Scored, Spell, chat_logprobs, text_logprobs
@@ -327,8 +327,9 @@ class TextAnswers:
             return
         answer.text = self._echoes[place]
         if event.prompt_logprobs is not None:
-            scores = [None, *event.prompt_logprobs]
-            answer.scored = [Scored(token, score, {}) for token, score in zip(self._asked.prompts[place].tokens, scores, strict=True)]
+            first, *tokens = self._asked.prompts[place].tokens
+            tops = [{token: Logprob(value, rank) for token, value, rank in top} for top in event.prompt_top]
+            answer.scored = [Scored(first, None, {}), *map(Scored, tokens, event.prompt_logprobs, tops)]
 
     def whole(self) -> TextCompletion:
         wanted = self._asked.params.logprobs is not None

@@ -37,7 +37,7 @@ class TextLogprobs(TypedDict):
 
 @dataclass(frozen=True)
 class Scored:
-    """A token and what the model thought of it; a prompt's first token has no logprob, and its others no alternatives."""
+    """A token and what the model thought of it; a prompt's first token has no logprob, and no alternatives."""
 
     token: int
     logprob: float | None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pando.engine import admission
+from pando.engine import admission, scores
 from pando.engine.admission import PUBLIC
 from pando.engine.engine import Engine
 from pando.engine.facts import StepFacts
@@ -731,6 +731,21 @@ def test_a_prompt_is_scored_the_same_when_its_row_is_preempted() -> None:
     said = run(engine, [Request("older", [3] * 12, greedy(50)), asked])
     assert engine.stats().preemptions > 0
     assert list(said["scored", 0][-1].prompt_logprobs or ()) == pytest.approx(list(expected), abs=1e-4)
+
+
+def test_however_many_tokens_of_a_prompt_are_scored_together_they_are_scored_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scored(together: int, wanted: int | None) -> TokenEvent:
+        monkeypatch.setattr(scores, "TOGETHER", together)
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=wanted)
+        return run(tiny_engine(), [Request("scored", TRUNK, params, score=True)])["scored", 0][0]
+
+    plain, few, many = scored(1000, None), scored(3, 2), scored(1000, 2)
+    assert not plain.prompt_top and len(many.prompt_top) == len(TRUNK) - 1
+    assert many.prompt_logprobs == pytest.approx(plain.prompt_logprobs, abs=1e-5)
+    assert few.prompt_logprobs == pytest.approx(many.prompt_logprobs, abs=1e-5)
+    assert [[token for token, _, _ in top] for top in few.prompt_top] == [[token for token, _, _ in top] for top in many.prompt_top]
+    for token, logprob, top in zip(TRUNK[1:], many.prompt_logprobs or (), many.prompt_top, strict=True):
+        assert top[0][:2] == (token, logprob) and {1, 2} <= {rank for _, _, rank in top}
 
 
 def test_a_step_that_is_cut_short_leaves_no_wrong_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:

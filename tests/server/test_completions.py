@@ -103,6 +103,21 @@ def test_an_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
 
 
+def test_an_echo_with_logprobs_tells_what_else_could_stand_in_the_prompt(client: openai.OpenAI) -> None:
+    """Evaluations ask whether each token of a text is the likeliest there."""
+    said = go_on(client, "scored", echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
+    assert said.top_logprobs[0] is None
+    for place in range(1, 6):
+        after = go_on(client, "scored"[:place], logprobs=2, max_tokens=1).choices[0].logprobs.top_logprobs[0]
+        told, own = said.top_logprobs[place], said.tokens[place]
+        assert {token: told[token] for token in after} == pytest.approx(after, abs=1e-4)
+        assert told[own] == said.token_logprobs[place] and set(told) == {*after, own}
+    alone = go_on(client, "scored", echo=True, logprobs=0, max_tokens=1).choices[0].logprobs
+    assert [set(top) for top in alone.top_logprobs[1:]] == [{token} for token in alone.tokens[1:]]
+    chunks = go_on(client, "scored", echo=True, logprobs=2, max_tokens=1, stream=True)
+    assert [top for chunk in chunks for top in chunk.choices[0].logprobs.top_logprobs] == said.top_logprobs
+
+
 def test_stop_strings_and_stop_tokens_end_an_answer(client: openai.OpenAI) -> None:
     plain = go_on(client, "stop", max_tokens=30, extra_body={"return_token_ids": True}).choices[0]
     assert plain.prompt_token_ids == tokens_of("stop") and len(plain.token_ids) == 30
