@@ -89,8 +89,13 @@ def warm_up(model: Model, page_size: int) -> None:
     if model.device.type == "cuda":
         from ..kernels import gpu, gpu_linear, gpu_warm
 
-        for rows in gpu_linear.ROWS:  # those that stream the weights of gates: the others were made when they were timed
-            model.decoder.layers[0].mlp(torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device))
+        layer, facts = model.decoder.layers[0], model.config
+        for rows in (*gpu_linear.ROWS, *gpu_linear.TILED):  # those of gates and with a bias: the others were made when they were timed
+            x, attended = (
+                torch.zeros(rows, size, dtype=model.dtype, device=model.device)
+                for size in (facts.hidden_size, facts.heads * facts.head_dim)
+            )
+            layer.qkv(x), layer.o(attended), layer.mlp(x)
         gpu_warm.warm_up(gpu.Device.of(model.device), model.dtype, model.decoder.geometry, page_size, model.states)
 
 

@@ -58,7 +58,9 @@ class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
     def __init__(self, kind: Kind, logits: Tensor) -> None:
-        numbers = torch.zeros(5, max(kind.tokens, kind.wanted), dtype=torch.int64, device=logits.device)
+        numbers = torch.zeros(
+            5, max(kind.tokens, kind.wanted, 2), dtype=torch.int64, device=logits.device
+        )  # each aligned, as kernels are made
         self._staged = Staged(numbers)
         tokens, positions, slots, wanted, sources = numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]

@@ -77,7 +77,6 @@ class TritonLowering:
         self._staged = Staged(self._ints)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
-        self._count = math.ceil(len(positions) * spare)  # of tokens, at most
         self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
         self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
         most = int(np.diff(tiles.starts).max(initial=0))
@@ -98,7 +97,6 @@ class TritonLowering:
             all(map(le, tiles.launches, self._grids))
             and all(map(le, map(len, arrays), self._room.values()))
             and tiles.parts <= self._parts.shape[0]
-            and count <= self._count
             and len(tiles.moved) <= self._moves
         )
         if fits:

@@ -8,6 +8,7 @@ Weights in 8 bits are half the bytes to stream, and the rows stay as they are. A
 are rounded as they come, each with a scale.
 """
 
+import logging
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,6 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import fp8
@@ -27,6 +27,8 @@ from .fp8 import FP8, Scaled, Weight
 from .gpu import Device
 from .launch import ALIGNED, Launches, power_of_two
 from .ops import Apply
+
+log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8)  # rows of input that are timed
 TILED = (16, 32, 64)  # the same, as the columns of tiles
@@ -188,7 +190,6 @@ def measured_tiles(device: Device, weights: Iterable[tuple[Weight, Apply | None]
 
 def _tiled(device: Device, weights: Sequence[tuple[Tensor, Apply | None]], clock: Clock) -> list[int]:
     found, some = list[int](), weights[0][0]
-    ours = [by_tiles(device, weight, None, gated=gate is not None) for weight, gate in weights]
     for rows in TILED:
         x = torch.randn(rows, some.shape[1], device=device.where).to(some.dtype)
 
@@ -196,9 +197,11 @@ def _tiled(device: Device, weights: Sequence[tuple[Tensor, Apply | None]], clock
             return [F.linear(x, weight) if gate is None else gate(F.linear(x, weight)) for weight, gate in weights]
 
         try:
-            if clock(lambda x=x: [apply(x) for apply in ours]) < clock(plain):  # type: ignore[misc]
+            ours = [by_tiles(device, weight, None, gated=gate is not None) for weight, gate in weights]
+            if clock(lambda x=x, ours=ours: [apply(x) for apply in ours]) < clock(plain):  # type: ignore[misc]
                 found.append(rows)
-        except OutOfResources:  # a device with less memory on its processors
+        except Exception as error:  # no room on the processors, or whatever else a compiler and a driver raise: torch's products do as well
+            log.info("no products of %d rows by tiles: %s: %s", rows, type(error).__name__, " ".join(str(error).split())[:200])
             break
     return found
 

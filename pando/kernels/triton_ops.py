@@ -2,8 +2,8 @@
 
 OVERLAPS: a launch may begin while the one before it still runs. Until it has waited it reads weights only, which nobody changes. Every
 program waits before it reads or writes anything else: so whoever waits for this launch has waited for all before it. A launch lets the next
-one begin when that cannot slow it down: at once if it streams weights itself, or if it is attention that follows, which waits, too; but not
-before it has its input if it only waits for memory and those behind it do not.
+one begin when that cannot slow it down: at once if it streams weights itself, or if attention follows, which waits as well, or is launched
+so that it cannot begin early; but not before it has its input if it only waits for memory and those behind it fetch at once.
 """
 
 import triton

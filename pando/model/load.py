@@ -105,8 +105,6 @@ def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[L
         streamed = [each for each in maps if isinstance(each, Tensor) or fp8.multiplied(place)]
         most = gpu_linear.measured(device, streamed, gpu_linear.replayed)
         ops = gpu_ops.TritonOps(device)
-        gates = {id(layer.up): ops.gate("silu") for layer in weights.layers if layer.up.shape[0] == 2 * layer.down.shape[1]}
-        tiled = gpu_linear.measured_tiles(device, [(each, gates.get(id(each))) for each in streamed], gpu_linear.replayed)
     except ImportError:  # attention says so
         return plain_linear, TorchOps()
     except Exception as error:  # a compiler and a driver raise whatever they like
@@ -115,6 +113,8 @@ def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[L
             "Pando's own GPU kernels are not used around attention, torch's are, which is slower: %s: %s", type(error).__name__, said
         )
         return plain_linear, TorchOps()
+    gates = {id(layer.up): ops.gate("silu") for layer in weights.layers if layer.up.shape[0] == 2 * layer.down.shape[1]}
+    tiled = gpu_linear.measured_tiles(device, [(each, gates.get(id(each))) for each in streamed], gpu_linear.replayed)
     found = ", ".join(f"{outputs} x {inputs} up to {rows}" for (outputs, inputs), rows in most.items())
     more = ", ".join(f"{outputs} x {inputs} for {', '.join(map(str, rows))}" for (outputs, inputs), rows in tiled.items() if rows)
     log.info("linear maps of few rows, as measured here, are streamed: %s; of some more by tiles: %s", found, more or "none")

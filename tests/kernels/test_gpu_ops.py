@@ -1,6 +1,6 @@
 """What surrounds attention on a GPU, against torch: through Triton's interpreter where there is no GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -202,6 +202,8 @@ def test_tiles_are_used_where_they_are_quicker(gpu_ops: ModuleType, monkeypatch:
     assert all(gated for each in seen[::2] for _, gated in each)  # type: ignore[attr-defined]
     assert [each[0].shape for each in seen[1::2]] == [(rows, 16) for rows in (16, 32, 64)], "gated, too"  # type: ignore[index]
     assert gpu_linear.measured_tiles(overlapping._replace(overlaps=False), [(weights[0], None)], clock) == {}
+    times = iter([0.9, 1.0])  # then it raises, as a compiler might: what was found stays
+    assert gpu_linear.measured_tiles(overlapping, [(weights[0], None)], clock) == {(32, 16): [16]}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +257,52 @@ def test_launches_that_overlap_answer_as_those_that_do_not(gpu_ops: ModuleType) 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = chain(device(gpu_ops))
+    for _ in range(50):
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="launches overlap on a GPU only")
+@pytest.mark.parametrize(("keys", "shift"), [(40, 0), (2000, 0), (40, 7), (2000, 7)], ids=["one part", "merged", "shifted", "both"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_layers_whose_launches_overlap_answer_as_those_that_do_not(gpu_ops: ModuleType, keys: int, shift: int, rows: int) -> None:
+    """Maps, the write of keys and values, attention and its merge, ten layers behind each other, again and again."""
+    from pando.kernels.gpu import TritonLowering
+    from pando.kernels.gpu_linear import by_tiles, stream
+    from pando.kernels.reads import joined
+    from pando.kernels.reference import Geometry
+
+    heads, kv_heads, size, page = 8, 2, 64, 64
+    (freqs, factor), wide = frequencies(size, 10_000.0), heads * size
+    pages = -(-keys // page)
+    reads = joined(page, [(list(range(pages)), keys, 0, list(range(rows)), [shift] * rows)])
+    at, slots = torch.arange(keys + shift, keys + shift + rows, device=DEVICE), torch.arange(keys - rows, keys, device=DEVICE)
+    maps = [[draw(n, wide, dtype=torch.bfloat16, scale=wide**-0.5) for n in (wide + 2 * kv_heads * size, wide)] for _ in range(10)]
+    weight, start, turn = draw(wide, dtype=torch.bfloat16), draw(rows, wide, dtype=torch.bfloat16), turns(at, freqs.to(DEVICE))
+    kept = torch.randn(2, 10, pages * page, kv_heads, size, device=DEVICE).bfloat16()
+
+    def chained(where: "Device") -> Callable[[], Tensor]:
+        geometry, (k, v) = Geometry(heads, kv_heads, size, size**-0.5, freqs.to(DEVICE), factor), kept.clone()
+        ops, lowering = gpu_ops.TritonOps(where), TritonLowering(where, torch.bfloat16, reads, at, geometry)
+        norm, linear = ops.add_rms_norm(weight, 1e-5), by_tiles if rows > 1 else lambda *given: lambda x: stream(given[0], x, *given[1:])
+        made = [[linear(where, each, None) for each in layer] for layer in maps]
+
+        def chain() -> Tensor:
+            x, more = start.clone(), None
+            for layer, (qkv, o) in enumerate(made):
+                both = qkv(norm(x, more)).view(rows, heads + 2 * kv_heads, size)
+                q, turned = ops.rotate_and_store(both, turn, slots, k[layer], v[layer])
+                more = o(lowering.attend(q, turned, k[layer], v[layer]).flatten(1))
+            return norm(x, more)
+
+        return chain
+
+    expected, chain = chained(device(gpu_ops)._replace(overlaps=False))(), chained(device(gpu_ops))
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
     for _ in range(50):
         found.fill_(torch.nan)
         graph.replay()
