@@ -27,7 +27,8 @@ def server() -> Iterator[Live]:
     before = set(threading.enumerate())
     with live() as server:
         yield server
-        assert sum(thread.name.startswith("pando-") for thread in threading.enumerate()) <= 5  # the engine's, and four that tokenise
+        ours = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")]
+        assert len(ours) <= 5, ours  # the engine's, and four that tokenise
         assert '"level": "error"' not in server.log.getvalue()
         assert server.service._open == 0 and not server.service._tickets
     for thread in set(threading.enumerate()) - before:
