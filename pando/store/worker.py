@@ -70,6 +70,7 @@ class Worker:
                 task()
             except Exception:  # an error of ours must not end what all later requests rely on
                 log.exception("a transfer failed")
+            del task  # whoever waits for the next one keeps nothing alive
 
 
 def stop(workers: Sequence[Worker]) -> None:

@@ -1,12 +1,18 @@
 """The offline interface: prompts of every kind in, answers out, and an engine that stays usable whatever was asked."""
 
+import gc
 import math
+import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pando.config import EngineConfig
 from pando.engine.llm import LLM
 from pando.engine.request import SamplingParams
 from pando.errors import InputError, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
@@ -371,3 +377,22 @@ def test_a_message_is_no_conversation() -> None:
     for wrong in (5, None):
         with pytest.raises(InputError):
             llm.schemas.add(wrong)
+
+
+def test_one_that_is_forgotten_gives_back_its_memory_and_its_threads(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    config = EngineConfig(kv_cache_tokens=1024, page_size=16, host_gib=0.01, disk_gib=0.01, disk_dir=str(tmp_path))
+    llm = LLM.from_config(config, tiny_model())
+    llm.generate([[1, 2, 3] * 20], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    assert llm.engine.store is not None
+    kept = [weakref.ref(each) for each in (llm.engine.pool, llm.engine.store, llm.engine.store.transfer.host)]
+    assert [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")]
+    del llm
+    until = time.monotonic() + 30  # what is on its way is finished first
+    while time.monotonic() < until and any(each() is not None for each in kept):
+        gc.collect()
+        time.sleep(0.01)
+    assert not [each() for each in kept if each() is not None]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")]
