@@ -95,7 +95,8 @@ class Account:
     def usage(self) -> Usage:
         prompts = self._ticket.asked.prompts
         modules = sum(prompt.bound.module_tokens for prompt in prompts if prompt.bound is not None)
-        return usage(self._asked(), sum(self.tokens.values()), self._cached(), modules, self._kind())
+        told = 0 if self._ticket.asked.silent else sum(self.tokens.values())
+        return usage(self._asked(), told, self._cached(), modules, self._kind())
 
     def report(self) -> PandoReport:
         prompts, cached = self._ticket.asked.prompts, self._cached()
@@ -308,16 +309,16 @@ class TextAnswers:
             first = not answer.tokens
             if first:
                 self._begin(answer, place, event)
-            piece, scored = answer.take(event)
+            piece, scored = (Piece(), []) if self._asked.silent else answer.take(event)
             said = answer.text if first else piece.text
             scored = answer.scored if first else scored
             if event.finish_reason is not None:
-                self._reasons[index] = "length" if event.finish_reason == "length" else "stop"
+                self._reasons[index] = "length" if event.finish_reason == "length" or self._asked.silent else "stop"
             finish = self._reasons[index] if event.finish_reason is not None else None
             if said or scored or finish or self._tells_tokens:
                 logprobs = text_logprobs(scored, self._spell, answer.place(scored, self._spell)) if scored else None
                 prompt = self._asked.prompts[place].tokens if first and self._tells_tokens else None
-                tokens = [event.token] if self._tells_tokens else None
+                tokens = ([] if self._asked.silent else [event.token]) if self._tells_tokens else None
                 sent.append(self._envelope.text([text_choice(index, said, finish, logprobs, tokens, prompt)]))
         return sent
 

@@ -51,6 +51,7 @@ class Asked:
     form: tools.Form | None = None  # how calls are found in the answer
     one_call: bool = False  # and no more of them are wanted
     score: bool = False
+    silent: bool = False  # nothing is told of the answer, only of the prompt
     messages: Sequence[Plain] = ()
 
 
@@ -111,7 +112,7 @@ class Prompts:
         else:
             truncates = self._overflow.allows(body.truncation, tenant.salt, session)
             prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
-        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None)
+        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None, silent=body.max_tokens == 0)
 
     def _bound(self, body: Generation, pml: str, tenant: Tenant) -> Prompt:
         if body.ttl is not None:

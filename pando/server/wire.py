@@ -212,7 +212,7 @@ class CompletionBody(Generation):
     refused: ClassVar[Mapping[str, str]] = {"suffix": "an answer only follows its prompt; leave it out"}
 
     prompt: Prompts = Field(description="One prompt or several, each as text or as token ids.", examples=["Once upon a time"])
-    max_tokens: Count | None = Field(16, description="Tokens of an answer, at most.")
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = Field(16, description="Tokens of an answer, at most; 0: only the echo.")
     echo: bool = Field(False, description="Give the prompt before the answer.")
     prompt_format: Literal["text", "pml"] = Field("text", description="pml: each prompt is a PML prompt, made from a registered schema.")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must be the same as n.")
@@ -220,6 +220,8 @@ class CompletionBody(Generation):
 
     @model_validator(mode="after")
     def _agrees(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 leaves no answer; ask for at least 1, or for echo")
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(f"best_of: must be the same as n, which is {self.n}; every answer is returned")
         if self.prompt_format == "pml" and not all(isinstance(prompt, str) for prompt in self.prompts()):
@@ -237,7 +239,7 @@ class CompletionBody(Generation):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
     def sampling(self) -> SamplingParams:
-        return self._sampling(self.max_tokens, self.logprobs)
+        return self._sampling(1 if self.max_tokens == 0 else self.max_tokens, self.logprobs)  # a prompt is scored with what follows it
 
 
 class TokenizeBody(Body):

@@ -118,6 +118,25 @@ def test_an_echo_with_logprobs_tells_what_else_could_stand_in_the_prompt(client:
     assert [top for chunk in chunks for top in chunk.choices[0].logprobs.top_logprobs] == said.top_logprobs
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_an_echo_of_no_tokens_is_the_prompt_alone(client: openai.OpenAI, logprobs: int | None) -> None:
+    asked: dict[str, Any] = {"echo": True, "logprobs": logprobs, "extra_body": {"return_token_ids": True}}
+    reply = go_on(client, ["scored", "other"], max_tokens=0, **asked)
+    more = go_on(client, ["scored", "other"], max_tokens=1, **asked)
+    assert [(one.text, one.finish_reason, one.token_ids) for one in reply.choices] == [("scored", "length", []), ("other", "length", [])]
+    assert (reply.usage.completion_tokens, reply.usage.prompt_tokens) == (0, more.usage.prompt_tokens)
+    for one, other in zip(reply.choices, more.choices, strict=True):
+        if logprobs is None:
+            assert one.logprobs is None
+        else:
+            assert one.logprobs.tokens == other.logprobs.tokens[:-1] == list(one.text)
+            assert one.logprobs.token_logprobs[1:] == pytest.approx(other.logprobs.token_logprobs[1:-1], abs=1e-4)
+    chunks = list(go_on(client, "scored", max_tokens=0, stream=True, **asked))
+    assert ["".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason] == ["scored", "length"]
+    with pytest.raises(openai.UnprocessableEntityError, match="echo"):
+        go_on(client, "scored", max_tokens=0)
+
+
 def test_stop_strings_and_stop_tokens_end_an_answer(client: openai.OpenAI) -> None:
     plain = go_on(client, "stop", max_tokens=30, extra_body={"return_token_ids": True}).choices[0]
     assert plain.prompt_token_ids == tokens_of("stop") and len(plain.token_ids) == 30
