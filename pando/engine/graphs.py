@@ -58,9 +58,8 @@ class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
     def __init__(self, kind: Kind, logits: Tensor) -> None:
-        numbers = torch.zeros(
-            5, max(kind.tokens, kind.wanted, 2), dtype=torch.int64, device=logits.device
-        )  # each aligned, as kernels are made
+        most = max(kind.tokens, kind.wanted, 2)  # 2: so that each of them is aligned, as kernels are made
+        numbers = torch.zeros(5, most, dtype=torch.int64, device=logits.device)
         self._staged = Staged(numbers)
         tokens, positions, slots, wanted, sources = numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]

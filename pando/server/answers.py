@@ -330,7 +330,8 @@ class TextAnswers:
         if event.prompt_logprobs is not None:
             first, *tokens = self._asked.prompts[place].tokens
             tops = [{token: Logprob(value, rank) for token, value, rank in top} for top in event.prompt_top]
-            answer.scored = [Scored(first, None, {}), *map(Scored, tokens, event.prompt_logprobs, tops)]
+            others = zip(tokens, event.prompt_logprobs, tops, strict=True)
+            answer.scored = [Scored(first, None, {}), *(Scored(*other) for other in others)]
 
     def whole(self) -> TextCompletion:
         wanted = self._asked.params.logprobs is not None

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ class Scout:
         self.name = inner.name
         self._inner, self._ledger, self._page_size, self._clock = inner, ledger, page_size, clock
         self._worker = Worker("pando-look")
+        weakref.finalize(self, self._worker.stop)  # of one that nobody closes, too
         self._changed = threading.Condition()
         self._asked: dict[Question, float] = {}  # questions without an answer, and when they were asked
         self._answered = -AWAITED  # when the last answer came

@@ -381,12 +381,13 @@ def test_a_message_is_no_conversation() -> None:
 
 def test_one_that_is_forgotten_gives_back_its_memory_and_its_threads(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    config = EngineConfig(kv_cache_tokens=1024, page_size=16, host_gib=0.01, disk_gib=0.01, disk_dir=str(tmp_path))
+    below = {"disk_dir": str(tmp_path / "disk"), "remote": str(tmp_path / "remote")}
+    config = EngineConfig(kv_cache_tokens=1024, page_size=16, host_gib=0.01, disk_gib=0.01, **below)
     llm = LLM.from_config(config, tiny_model())
     llm.generate([[1, 2, 3] * 20], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
     assert llm.engine.store is not None
     kept = [weakref.ref(each) for each in (llm.engine.pool, llm.engine.store, llm.engine.store.transfer.host)]
-    assert [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pando-")]
+    assert {"pando-look", "pando-save"} <= {thread.name for thread in set(threading.enumerate()) - before}
     del llm
     until = time.monotonic() + 30  # what is on its way is finished first
     while time.monotonic() < until and any(each() is not None for each in kept):
