@@ -1,5 +1,6 @@
 """Computing while context is still on its way, layer by layer, against computing when all of it is there."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from .measure import Result, Samples, interleave
 from .trial import Size, Trial, ask, drawn, opened, settle
 
 WAITING, LAYERED, AHEAD, POOL = "load, then compute", "layer by layer", "begun during the step before", "in the pool"
+FORMULA = "as many layers ahead as the paper's formula says"
 MB = 10**6
 READ_AHEAD = 0.05  # seconds
 
@@ -33,24 +35,34 @@ class Sweep:
     repeats: int = 3
     bandwidth: float | None = 100.0  # MB/s of a tier in the place of the disk; None: host memory, as fast as it is
     modules: int = 0  # that a history is made of, equally long; 0: it is a plain prompt
+    buffers: tuple[int, ...] = ()  # layers that are there when computing begins, in ways of their own; if any, also by the formula
 
 
-ON_GPU = Sweep(histories=(128, 256, 512, 1024), new=100, rows=16, repeats=7, bandwidth=None)  # figure 19 of CachedAttention has 1,024
+ON_GPU = Sweep(  # figure 19 of CachedAttention, which has 1,024 tokens and these buffers
+    histories=(128, 256, 512, 1024), new=100, rows=16, repeats=7, bandwidth=None, buffers=(5, 10, 15)
+)
 QUICK = Sweep(histories=(64, 128), new=8, rows=2, repeats=1, bandwidth=10.0)
 FIGURE = 1024  # tokens
-LESS_ON_GPU, LESS = 50.0, 35.0  # percent of the time, in that figure's case with its read buffer; where load and compute take equally long
+LESS_ON_GPU, LESS = 50.0, 35.0  # percent: in that figure's case with a buffer by the formula; where load and compute take equally long
 
 
 class Switched(Engine):
-    """An engine that can be told to wait."""
+    """An engine that can be told to wait: for all that is loaded, or for so many layers of it, which is not counted."""
 
     patient = False
+    buffer = 0
+    waited = 0.0  # seconds, for a buffer
 
     def _forward(self, schedule: Schedule) -> Tensor:
-        if self.patient and self.store is not None:
+        if (self.patient or self.buffer) and self.store is not None:
             self.store.go()
-            for load in schedule.loads:
+        began = time.perf_counter()
+        for load in schedule.loads:
+            if self.patient:
                 load.finish()
+            elif self.buffer and (event := load.wait(self.buffer - 1)) is not None:
+                event.synchronize()
+        self.waited += 0.0 if self.patient else time.perf_counter() - began
         return super()._forward(schedule)
 
 
@@ -116,6 +128,7 @@ class Preload:
     folder: Path
     judged: bool = True
     samples: dict[int, Samples] = field(default_factory=dict)  # milliseconds, by the length of the history
+    enough: dict[int, int] = field(default_factory=dict)  # layers, by the formula
 
     def __post_init__(self) -> None:
         sweep = self.sweep
@@ -144,11 +157,24 @@ class Preload:
             first.close()
         for history in self.sweep.histories:
             self._sample(history, LAYERED)  # not counted
-            runs: dict[str, Callable[[], float]] = {way: partial(self._sample, history, way) for way in (WAITING, LAYERED, AHEAD, POOL)}
-            self.samples[history] = interleave(runs, self.sweep.repeats)
+            self.samples[history] = self._interleave(history, {WAITING: 0, LAYERED: 0, AHEAD: 0, POOL: 0})
+            if self.sweep.buffers:
+                self.enough[history] = self._enough(history)
+                buffers = {**{buffered(layers): layers for layers in self.sweep.buffers}, FORMULA: self.enough[history]}
+                self.samples[history] |= self._interleave(history, buffers)
         if self._kept is not None:
             self._kept.close()
         return self._told()
+
+    def _interleave(self, history: int, ways: Mapping[str, int]) -> Samples:
+        """`ways`: and the layers that are there, in each of them."""
+        runs: dict[str, Callable[[], float]] = {way: partial(self._sample, history, way, layers) for way, layers in ways.items()}
+        return interleave(runs, self.sweep.repeats)
+
+    def _enough(self, history: int) -> int:
+        """What has to be there so that the rest comes while it is computed: the paper's B (T_load L_hist - T_pref L_new), in layers."""
+        found, layers = _medians(self.samples[history]), self.model.config.layers
+        return math.ceil(layers * max(0.0, 1 - found[POOL] / _load(found))) if _load(found) else 0
 
     def _opened(self) -> Switched:
         throttled = self.sweep.bandwidth is not None
@@ -159,7 +185,7 @@ class Preload:
             tiers["disk"] = Throttled(tiers["disk"], self.sweep.bandwidth * MB)
         return engine
 
-    def _sample(self, history: int, way: str) -> float:
+    def _sample(self, history: int, way: str, buffer: int = 0) -> float:
         """An engine keeps in host memory what it has loaded: to load it from below again takes another."""
         engine = self._kept or self._opened()
         assert isinstance(engine, Switched) and engine.store is not None
@@ -170,16 +196,16 @@ class Preload:
         asked = [self._new() for _ in self._histories]
         if way == POOL:
             self._ask(engine, history, [[]] * len(asked))
-        engine.patient = way == WAITING
+        engine.patient, engine.buffer, engine.waited = way == WAITING, buffer, 0.0
         engine.store.speeds = Willing()
         trial = self._ask(engine, history, asked, behind=[self._new() for _ in asked] if way == AHEAD else ())
-        engine.patient = False
+        engine.patient, engine.buffer = False, 0
         if self._kept is None:
             engine.close()
         whole = history - history % max(self.sweep.modules, 1)
         loaded, wanted = sum(trial.tiers.values()), 0 if way == POOL else whole * len(asked)
         assert wanted <= loaded < wanted + self.sweep.new * len(asked), f"{loaded} tokens were loaded where {wanted} should be: {way}"
-        return trial.ms
+        return trial.ms - 1000 * engine.waited
 
     def _ask(self, engine: Engine, history: int, new: Sequence[Sequence[int]], *, behind: Sequence[Sequence[int]] = ()) -> Trial:
         count = self.sweep.modules
@@ -195,13 +221,12 @@ class Preload:
         return drawn(self.model, f"new {next(self._numbers)}", self.sweep.new)
 
     def _told(self) -> list[Result]:
-        medians = {history: {way: statistics.median(each) for way, each in found.items()} for history, found in self.samples.items()}
+        medians = {history: _medians(found) for history, found in self.samples.items()}
         closest = min(medians, key=lambda history: abs(_load(medians[history]) / medians[history][POOL] - 1))
-        figure = FIGURE if self.sweep.bandwidth is None else None
         results = []
         for history, found in medians.items():
-            for way in (LAYERED, AHEAD):
-                target = LESS if way == LAYERED and history == closest else LESS_ON_GPU if way == AHEAD and history == figure else None
+            for way in (way for way in found if way not in (WAITING, POOL)):
+                target = LESS if (history, way) == (closest, LAYERED) else LESS_ON_GPU if (history, way) == (FIGURE, FORMULA) else None
                 results.append(self._result(history, way, found, target if self.judged else None))
         return results
 
@@ -211,9 +236,18 @@ class Preload:
         parts = f" in {self.sweep.modules} modules" if self.sweep.modules else ""
         case = f"{rows}{history} loaded{parts}, {self.sweep.new} new, {way}"
         note = f"{found[way]:.1f} ms instead of {found[WAITING]:.1f}; load {_load(found):.1f}, compute {found[POOL]:.1f}"
+        note += f"; {self.enough[history]} layers" if way == FORMULA else ""
         samples = {name: self.samples[history][name] for name in (way, WAITING, POOL)}
         promise = (f">= {target:g} %", saved >= target) if target is not None else ("", None)
         return Result(case, saved, "% less", target=promise[0], met=promise[1], note=note, samples=samples)
+
+
+def _medians(found: Samples) -> dict[str, float]:
+    return {way: statistics.median(each) for way, each in found.items()}
+
+
+def buffered(layers: int) -> str:
+    return f"{layers} layers ahead"
 
 
 def _load(found: dict[str, float]) -> float:

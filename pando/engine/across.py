@@ -6,13 +6,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.staging import passed
+
 
 def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """What a GPU has not fetched yet stays in pinned memory, which torch gives to nobody else until then."""
     here = torch.from_numpy(numbers)
     if device.type == "cpu" or not here.numel():
         return here.to(device)
-    return here.pin_memory().to(device, non_blocking=True)
+    there = torch.empty(here.shape, dtype=here.dtype, device=device)
+    passed(here.pin_memory(), there)
+    return there
 
 
 class Returning:
@@ -22,9 +25,7 @@ class Returning:
         self._here, self._arrived = there, None  # type: Tensor, torch.cuda.Event | None
         if there.device.type == "cuda":
             self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-            self._here.copy_(there, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(there.device))
+            self._arrived = passed(there.contiguous(), self._here)
 
     def read(self) -> Tensor:
         """Waits for what was asked of the device until then, and for nothing that was asked of it since."""

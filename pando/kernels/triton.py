@@ -266,3 +266,10 @@ def fetch(sources, pages, k, v, count, HALF: tl.constexpr, BLOCK: tl.constexpr):
         values = tl.load(source + HALF + at, mask=real)
         tl.store(k + page * HALF + at, keys, mask=real)
         tl.store(v + page * HALF + at, values, mask=real)
+
+
+@triton.jit(do_not_specialize=["count"])
+def bring(source, target, count, BLOCK: tl.constexpr):
+    """Numbers from one place to another, of which one is pinned memory."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < count, other=0), mask=at < count)

@@ -13,7 +13,7 @@ import torch
 
 from pando.bench import codecs, preload, returning, rounding, saving, store
 from pando.bench import trial as trials
-from pando.bench.preload import AHEAD, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
+from pando.bench.preload import AHEAD, FORMULA, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
 from pando.bench.random_model import random_model
 from pando.bench.returning import Returning
 from pando.bench.saving import Saving
@@ -121,13 +121,23 @@ def test_only_a_patient_engine_waits_for_all_of_its_context(model: Model, tmp_pa
 
 @pytest.mark.parametrize("bandwidth", [10.0, None])
 def test_every_load_is_measured_in_every_way(model: Model, tmp_path: Path, bandwidth: float | None) -> None:
-    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2), tmp_path)
+    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2, buffers=(1,)), tmp_path)
     results = bench.results()
     assert {history: {way: len(each) for way, each in found.items()} for history, found in bench.samples.items()} == {
-        64: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2},
-        128: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2},
+        64: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2, "1 layers ahead": 2, FORMULA: 2},
+        128: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2, "1 layers ahead": 2, FORMULA: 2},
     }
-    assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 4
+    assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 8
+
+
+def test_layers_that_were_there_before_are_not_on_the_clock(model: Model, tmp_path: Path) -> None:
+    layers = model.config.layers
+    sweep = preload.Sweep(histories=(128,), new=8, rows=2, repeats=1, bandwidth=0.1, buffers=(layers,))  # a second in all
+    bench = Preload(model, sweep, tmp_path)
+    bench.results()
+    found = {way: each[0] for way, each in bench.samples[128].items()}
+    assert found[f"{layers} layers ahead"] < found[WAITING] - 500, "all of them were"
+    assert bench.enough[128] == layers and found[FORMULA] < found[WAITING] - 500, "next to nothing is computed meanwhile"
 
 
 def test_what_is_loaded_may_be_modules(model: Model, tmp_path: Path) -> None:

@@ -368,6 +368,39 @@ def test_pages_are_fetched_from_host_memory_to_their_places(gpu: ModuleType, dty
         assert not found[4].any()
 
 
+@pytest.mark.parametrize("numbers", [torch.arange(3000), torch.arange(7) % 2 == 0, torch.randn(5, 3)], ids=["whole", "bytes", "real"])
+def test_few_numbers_come_and_go_by_a_kernel(gpu: ModuleType, numbers: torch.Tensor) -> None:
+    from pando.kernels.staging import by_kernel
+
+    here = numbers.pin_memory() if DEVICE.type == "cuda" else numbers
+    there, back = torch.zeros_like(numbers, device=DEVICE), torch.zeros_like(here, pin_memory=DEVICE.type == "cuda")
+    by_kernel(gpu.kernels.bring, here, there)
+    by_kernel(gpu.kernels.bring, there, back)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), numbers) and torch.equal(back, numbers)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="copy engines are a GPU's")
+def test_the_numbers_of_a_step_do_not_wait_for_what_is_loaded_or_saved() -> None:
+    from pando.engine.across import Returning, sent
+    from pando.kernels import staging
+
+    assert staging._kernel() is not None
+    aside, bulk = torch.cuda.Stream(), torch.zeros(256 << 20, dtype=torch.uint8, pin_memory=True)
+    pool = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
+    for loads in (None, True, False):  # first without: kernels are made and memory is pinned, which waits for all there is
+        torch.cuda.synchronize()
+        with torch.cuda.stream(aside):
+            for _ in range(0 if loads is None else 16):
+                (pool if loads else bulk).copy_(bulk if loads else pool, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        told = Returning(sent(np.arange(1000), DEVICE) + 1).read()
+        assert loads is None or not done.query(), f"{loads=}: some 80 ms are still on their way"
+        assert told.tolist() == list(range(1, 1001))
+
+
 def test_kernels_are_made_before_they_are_needed(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from pando.kernels import gpu_warm
 
@@ -383,4 +416,4 @@ def test_kernels_are_made_before_they_are_needed(gpu: ModuleType, monkeypatch: p
         monkeypatch.setattr(gpu_warm, "PLANS", ((1, 0, 16, 1), (3, 32, 16, 1), (2, 16, 8, 8)))
         monkeypatch.setattr(gpu_warm, "PROMPTS", (20,))
     gpu_warm.warm_up(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 16, torch.float32)
-    assert len(launched) == 2, "tiles and their merge"
+    assert len(launched - {gpu.kernels.bring}) == 2, "tiles and their merge, besides what brings a GPU its numbers"
