@@ -30,7 +30,7 @@ from .staging import Staged
 LOG2_E = math.log2(math.e)
 ALONE_KEYS = 4  # that one query looks at together, while as many again are on their way, and as many behind those
 TURNED = 8  # heads that are turned again together
-MERGED = (2, 4, 16)  # parts looked at together: few kinds, since each is compiled
+MERGED = (2, 4, 16, 32)  # parts looked at together: few kinds, since each is compiled
 FETCHERS = 32  # programs that fetch pages from host memory
 FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
 
@@ -64,9 +64,6 @@ class TritonLowering:
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
         tiles, place = self._cut(reads, len(positions)), device.where
         self._grids = [math.ceil(n * spare) for n in tiles.launches]
-        alone = not tiles.launches[0]
-        if alone and tiles.launches[1] * geometry.kv_heads <= 2 * device.processors:  # each has the room to fetch further ahead
-            self._small = self._small._replace(stages=3)
         if self._hopper is not None:
             self._small = self._small._replace(
                 warps=self._small.warps if self._small.heads > 1 else max(2, self._small.warps), registers=BESIDE
@@ -194,7 +191,8 @@ class TritonLowering:
         heads = 4 if tokens * g.heads >= 4096 else 1
         self._launch(
             kernels.merge, None, (tokens, triton.cdiv(g.heads, heads)), self._parts, self._lses, a["starts"], a["tokens"], a["counts"], out,
-            g.heads, g.head_dim, self._shape[-1], heads, self._merged, self._device.overlaps, num_warps=heads, **self._device.launch(),
+            g.heads, g.head_dim, self._shape[-1], heads, self._merged, self._device.overlaps, num_warps=max(heads, self._merged // 16),
+            **self._device.launch(),
         )  # fmt: skip
 
     def _descriptor(self, pool: Tensor, hopper: Hopper | None = None) -> TensorDescriptor:

@@ -19,19 +19,19 @@ PIECES = np.arange(1, 129)  # that a read may be cut into
 SHORTEST = 128  # keys of a tile: fewer cost more in merging than they gain in company
 LARGEST_GROUP, LARGEST_HEAD = 128, 256
 
-# Costs, in keys that one processor looks at in the same time. From timings of many cuts of many plans on an H200.
-OVERHEAD = 128  # to begin and end a tile
-FETCH = 64  # to begin and end a small tile, when others fetch meanwhile
-PART = 2  # a part of one head, to write and to merge
+# Costs, in keys that a small tile looks at in the same time. From timings of many cuts of many plans on an H200.
 MERGE = 128  # to merge at all
-PAYS = 40_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones
-FEWEST = 1 / 3  # small tiles for each processor, up to which another launch costs more than it gains
+FETCH = 64  # to begin and end a small tile, when others fetch meanwhile
+COMPANY = 0.9  # what a processor does more of, at most, while several programs run on it: one waits, another computes
+PAYS = 100_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones, if they are full
+FEWEST = 3 / 4  # small tiles for each processor, up to which another launch costs more than it gains
 FEW = 4  # the same, up to which memory waits for them, and not they for memory
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
 LONG = 256  # the same, where some keys of each are still to be written,
 UNSEEN = 12  # so many: those differ from step to step, but hardly on average
 LONELY = 32  # small tiles for each processor from which on those of one query need no products
+SHARED_BYTES = 227 * 1024  # of memory that the programs on one processor share
 
 
 class Size(NamedTuple):
@@ -46,11 +46,21 @@ class Size(NamedTuple):
     leaves: bool = False  # room for a small one beside it
     exact: bool = False  # few keys at a time, and none that nobody sees; else they come in whole blocks
     heads: int = 1  # that a program looks at
+    key: float = 1.0  # the time that a key takes
+    memory: float = 0.0  # that it takes at least to come from memory, when all fetch
+    overhead: int = 64  # keys that take as long as to begin and end a tile,
+    part: float = 8.0  # and as to write and to merge a part of one head
+
+    def crowded(self, geometry: Geometry, dtype: torch.dtype) -> "Size":
+        size = wide(geometry) * dtype.itemsize
+        block = keys_of(geometry, dtype, KEYS) * size
+        return self._replace(crowd=max(1, SHARED_BYTES // (2 * self.stages * block)), memory=size / self.key / 256)
 
 
-SMALL = Size(LEAST_ROWS, crowd=4)
+SMALL = Size(LEAST_ROWS)
+LARGE = Size(LARGE_ROWS, key=1.3, part=8 / 1.3)
 # One program fills a processor, but for the registers and the memory that a program of small tiles needs beside it.
-LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, crowd=1, leaves=True)
+LARGEST = Size(LARGEST_ROWS, stages=3, warps=8, registers=192, many=True, crowd=1, leaves=True, overhead=128, part=2.0)
 # One warp each, so that very many wait for memory at the same time.
 SHORT = Size(LEAST_ROWS, stages=3, warps=1, crowd=4, exact=True)
 # For one query and keys that no other head reads: no products, so that there is room for still more.
@@ -74,7 +84,7 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     rows = reads.brought * group
     is_large = rows > small.rows
     products = np.multiply(rows, reads.tokens, dtype=np.int64)[is_large]
-    work = int(np.add.reduce(products)) * heads
+    filled = rows[is_large] / (-(-rows[is_large] // LARGEST_ROWS) * LARGEST_ROWS)
     narrow = dtype.itemsize == 2 and geometry.head_dim <= 128
     each = (len(reads) - len(products)) * heads / processors
     if small.rows == SHORT.rows and each > FEW:
@@ -82,13 +92,39 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
         if tokens.mean() <= (LONG if reads.unseen > UNSEEN * len(tokens) else END):
             lone = each > LONELY and rows[~is_large].max() == 1 and heads % LONE.heads == 0 and geometry.slopes is None
             small = LONE if lone else SHORT
-    if narrow and work > PAYS * processors:
+    if not small.exact:
+        small = small.crowded(geometry, dtype)
+    if narrow and float(products.dot(filled)) * heads > PAYS * processors:
         return LARGEST, small
     most = max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
-    if not narrow or not work or each > FEW:
-        return Size(most), small
-    large = Size(most, stages=3)
-    return large, large if each <= FEWEST else small
+    large = LARGE._replace(rows=most, stages=3 if narrow else 2).crowded(geometry, dtype)
+    if small.exact:
+        return large, small
+    # those that have room beside one another fetch further ahead, and few warps are enough for few rows
+    quick = small._replace(stages=3, warps=2 if narrow and small.rows == LEAST_ROWS else small.warps).crowded(geometry, dtype)
+    if not products.any():
+        return large, quick if each <= quick.crowd else small
+    if not narrow or each > FEWEST:
+        return large, small
+    one = min(quick, large, key=lambda size: _cut(reads, size, geometry, processors)[1])
+    return one, one
+
+
+def _cut(reads: Reads, size: Size, geometry: Geometry, processors: int) -> tuple[int, float]:
+    """Keys of a tile if all tiles have one size, and the time that it takes."""
+    facts = np.array((reads.brought, reads.tokens))
+    queries, tokens = facts.compress(facts.all(0), 1)
+    across = -(-queries // (size.rows // (geometry.heads // geometry.kv_heads)))
+    meanwhile = _fetched(reads, size, geometry, processors)
+    return _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, 1.0, meanwhile)
+
+
+def _fetched(reads: Reads, size: Size, geometry: Geometry, processors: int) -> float:
+    """How long all keys take to come from memory, each once, for each processor; where there are many tiles, that does not matter."""
+    if len(reads) * geometry.kv_heads > size.crowd * processors:
+        return 0.0
+    pages = np.count_nonzero(np.bincount(reads.pages))
+    return size.overhead + pages * reads.page_size * geometry.kv_heads * size.memory / processors
 
 
 def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:
@@ -135,14 +171,17 @@ class Tiles(NamedTuple):
         room, first = facts[3:].repeat(queries, 1)
         if np.count_nonzero(facts[2:4]) < 2 * len(reads):  # of no queries, or no keys
             facts = facts.compress(facts[2:4].all(0), 1)
-        if large == small:
-            tiles, larger = _tile(facts, reads, small, geometry, processors, 0.0), 0
+        is_few = facts[2] * group <= small.rows
+        if large == small or is_few.all():
+            tiles, larger = _tile(facts, reads, small, geometry, processors, _fetched(reads, small, geometry, processors)), 0
         else:
-            is_few = facts[2] * group <= small.rows
             few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors, 0.0)
-            fetching = int((few[:, 7] - few[:, 1] + FETCH).sum()) * geometry.kv_heads / processors if large.leaves else 0.0
+            looked = int((few[:, 7] - few[:, 1]).sum())
+            fetching = (looked + FETCH * len(few)) * geometry.kv_heads / processors / large.key
+            if not large.leaves and looked > LONG * len(few):
+                fetching = 0.0  # long ones do not fill what others leave: so each processor should have its share of these
             # short ends are programs small enough to find room beside large tiles at any time: for those nobody has to be done earlier
-            lean = 0.0 if small.exact else LEAN * fetching
+            lean = LEAN * fetching if large.leaves and not small.exact else 0.0
             many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching, lean)
             tiles, larger = np.concatenate((many, few)), len(many)
         widths = tiles[:, 5]
@@ -181,7 +220,9 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
     slow = 1.0  # what only one tile asks for comes no faster than what others fetch
     if size.leaves:
         slow += len(tokens) / int(across.sum())
-    keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size.crowd, processors, slow, meanwhile)
+    keys = SHORTEST
+    if int(np.maximum.reduce(tokens)) > SHORTEST:
+        keys, _ = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile)
     if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
         keys += int(min(lean, keys / 4)) // SHORTEST * SHORTEST
     count = across * ((tokens + (keys - 1)) // keys)
@@ -199,29 +240,33 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
     return tiles
 
 
-def _keys_of_a_tile(across: Ints, parts: Ints, tokens: Ints, crowd: int, processors: int, slow: float, meanwhile: float) -> int:
-    """So many that the last processor is done soonest. Tiles are dealt out in rounds, each costs its keys and a little more, and the last
-    one shares its processor with a crowd; there is no hurry while others fetch `meanwhile`; and whatever is cut must be merged.
+def _keys_of_a_tile(
+    across: Ints, parts: Ints, tokens: Ints, size: Size, processors: int, slow: float = 1.0, meanwhile: float = 0.0
+) -> tuple[int, float]:
+    """So many that the last processor is done soonest, and when that is. Each tile costs its keys and a little more; several on one
+    processor do more together than one behind the other, but each takes longer; there is no hurry while others fetch `meanwhile`; and
+    whatever is cut must be merged.
 
     For each read: its tiles if it is not cut, and the parts it has then.
     """
     longest = max(KEYS, int(np.maximum.reduce(tokens)))
     cuts = _cuts(-(-longest // KEYS))
-    if len(cuts) == 1:
-        return int(cuts[0])
     if len(tokens) > len(PIECES):
         across, parts, tokens = _together(across, parts, tokens)
     times = (tokens - 1) // cuts[:, None]  # [C, R]: that a read of each length is cut
     tiles, more = times.dot(across) + np.add.reduce(across), times.dot(parts)
-    each = tiles / processors
-    rounds = np.ceil(each) * (int(tokens.astype(np.int64).dot(across)) / tiles + OVERHEAD)
-    last = np.minimum(cuts, longest) * np.minimum(np.maximum(each, 1), crowd) + OVERHEAD
+    each = np.maximum(tiles / processors, 1)
+    crowd = np.minimum(each, size.crowd)
+    pace = 1 + COMPANY * (1 - 1 / crowd)
+    rounds = (np.ceil(each) if size.many else each) * (int(tokens.astype(np.int64).dot(across)) / tiles + size.overhead) / pace
+    last = (np.minimum(cuts, longest) + size.overhead) * crowd / pace
     done = np.maximum(rounds, last)
     if slow > 1 or meanwhile:
         done = np.maximum(done * slow, meanwhile)
-    done += more * (PART / processors)
-    done[1:] += MERGE  # the first length cuts none
-    return int(cuts[done.argmin()])
+    done += more * (size.part / processors)
+    done[1:] += MERGE / size.key  # the first length cuts none
+    best = int(done.argmin())
+    return int(cuts[best]), float(done[best]) * size.key
 
 
 @lru_cache(maxsize=4096)

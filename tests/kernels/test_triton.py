@@ -117,10 +117,16 @@ def test_the_gpu_path_takes_heads_of_every_shape(gpu: ModuleType, group: int, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_plan_of_many_rows_over_one_prefix(gpu: ModuleType, dtype: torch.dtype) -> None:
+def test_a_plan_of_many_rows_over_one_prefix(gpu: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pando.kernels.gpu_tiles import LARGE
+
     for rows in (1, 2, 64, 65, 300) if DEVICE.type == "cuda" else (20,):
         case = Case(3, "rope", dtype, decoding=True, shape=(4, 64), tails=(5,), rows=rows, page=PAGE)
         path = check(gpu, case)
+        if rows >= 20 and not path.lowering._grids[0] and path.lowering._small.rows == 16:  # it is read in small ones alone, and then
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu, "sizes", lambda *_: (LARGE, LARGE))
+                path = check(gpu, case)
         low = path.lowering
         assert rows < 20 or low._grids[0] or low._small.rows > 16, "nothing was read in large tiles"  # of their own, or of the only size
         for read in case.list[-rows:]:
@@ -183,17 +189,32 @@ def test_only_many_short_ends_are_read_so() -> None:
     assert not is_exact(2, 64), "too few to wait for memory at the same time"
 
 
-def test_few_small_tiles_are_made_large_ones() -> None:
+def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def rows_of(rows: int, tokens: int) -> tuple[int, int]:
-        reads = [([0] * 16, 1024, 0, range(rows), [0] * rows)]
-        reads += [([row] * (tokens // 64), tokens, 1024, [row], [0]) for row in range(rows)]
+    def rows_of(rows: int, shared: int, tokens: int) -> tuple[int, int]:
+        reads = [(range(shared // 64), shared, 0, range(rows), [0] * rows)]
+        reads += [([1000 + row] * (tokens // 64), tokens, shared, [row], [0]) for row in range(rows)]
         large, small = sizes(Geometry(8, 1, 128, 1.0), torch.bfloat16, joined(64, reads), 132)
         return large.rows, small.rows
 
-    assert rows_of(32, 128) == (64, 64), "another launch would cost more"
-    assert rows_of(256, 128) == (64, 16)
+    assert rows_of(64, 8192, 128) == (64, 64), "another launch would cost more"
+    assert rows_of(32, 1024, 128) == (16, 16), "all small ones have a place at once"
+    assert rows_of(256, 1024, 128) == (64, 16)
+    assert rows_of(256, 8192, 128) == (128, 16)
+
+
+def test_rows_that_share_nothing_are_cut_no_shorter_than_memory_is_fast() -> None:
+    from pando.kernels.gpu_tiles import Tiles, sizes
+
+    def tiles(pages: int) -> int:
+        """Of 32 rows of 1,024 keys, 28/4 heads: all of so many pages, again and again."""
+        reads = joined(64, [([(row * 16 + page) % pages for page in range(16)], 1024, 0, [row], [0]) for row in range(32)])
+        geometry = Geometry(28, 4, 128, 1.0)
+        return len(Tiles.cut(reads, 32, geometry, *sizes(geometry, torch.bfloat16, reads, 132), 132).tiles)
+
+    assert tiles(32 * 16) == 32
+    assert tiles(16) > 32, "what one has fetched is near for the others"
 
 
 def test_a_read_cut_over_many_processors_is_merged_again(gpu: ModuleType) -> None:
@@ -318,7 +339,7 @@ def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once()
 
 
 def test_reads_of_the_same_length_are_cut_as_if_they_were_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pando.kernels.gpu_tiles import _keys_of_a_tile, _together
+    from pando.kernels.gpu_tiles import Size, _keys_of_a_tile, _together
 
     chance = np.random.default_rng(3)
     for processors in (1, 132):
@@ -326,9 +347,9 @@ def test_reads_of_the_same_length_are_cut_as_if_they_were_one(monkeypatch: pytes
         across, parts = (chance.integers(1, 1000, 200).astype(np.int32) for _ in range(2))
         fewer = _together(across, parts, tokens)
         assert len(fewer[2]) == 4 and (fewer[0].sum(), fewer[1].sum()) == (across.sum(), parts.sum())
-        found = _keys_of_a_tile(*fewer, 2, processors, 1.0, 0.0)
+        found = _keys_of_a_tile(*fewer, Size(16), processors)
         monkeypatch.setattr("pando.kernels.gpu_tiles._together", lambda *reads: reads)
-        assert _keys_of_a_tile(across, parts, tokens, 2, processors, 1.0, 0.0) == found
+        assert _keys_of_a_tile(across, parts, tokens, Size(16), processors) == found
 
 
 def test_pages_and_heads_that_the_kernels_are_not_made_for_are_named() -> None:
