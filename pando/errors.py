@@ -11,6 +11,7 @@
     │   │   └── SchemaExists       the name is in use by a schema of other content
     │   ├── InvalidSampling      sampling values that mean nothing
     │   ├── InvalidOption        an engine or command-line option that cannot work
+    │   ├── ForeignProcess       an LLM of the process that this one was forked from
     │   ├── PoolTooSmall         one request needs more pages than there are
     │   └── QuotaExceeded        more would be pinned than may be
     └── FetchFailed            a download did not complete; trying again may help
@@ -74,6 +75,10 @@ class InvalidSampling(InputError):
 
 
 class InvalidOption(InputError):
+    pass
+
+
+class ForeignProcess(InputError):
     pass
 
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,6 +15,7 @@ from ..kv.run import Run
 from ..markup.schema import Schema
 from ..model.load import Model, load
 from .engine import Engine
+from .lock import Lock
 from .pace import measure_before_choosing
 from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from .schemas import Prompt, Schemas
@@ -120,15 +120,16 @@ class LLM:
         measure_before_choosing(self.engine)
         self.tokenizer = self.engine.model.tokenizer
         self._ids = itertools.count()
-        self._lock = threading.RLock()  # one thread at a time steps the engine, and finds tokens for all
+        self._lock = Lock()  # one thread at a time steps the engine, and finds tokens for all
         self._tenant = Tenant(config.cache_salt.encode())
         self.schemas = Schemas(self.engine, encoder=self._make)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
 
     def close(self) -> None:
         """Lets what is on its way to disk arrive there. Needed only where a disk or a remote tier is in use."""
-        with self._lock:
-            self.engine.close()
+        if self._lock.is_ours:  # what a process was forked from closes it
+            with self._lock:
+                self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -2,10 +2,13 @@
 
 import gc
 import math
+import os
+import signal
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from pando.config import EngineConfig
 from pando.engine.llm import LLM
 from pando.engine.request import SamplingParams
-from pando.errors import InputError, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
+from pando.errors import ForeignProcess, InputError, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
 from pando.kernels.reference import Read, attend
 from pando.model.decoder import Step
 
@@ -377,6 +380,31 @@ def test_a_message_is_no_conversation() -> None:
     for wrong in (5, None):
         with pytest.raises(InputError):
             llm.schemas.add(wrong)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_process_that_is_forked_is_told_to_make_its_own(tmp_path: Path) -> None:
+    config = EngineConfig(kv_cache_tokens=1024, page_size=16, disk_gib=0.01, disk_dir=str(tmp_path))
+    with LLM.from_config(config, tiny_model()) as llm:
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        first = llm.generate([[1, 2, 3] * 10], params)[0].outputs[0].token_ids
+        child = os.fork()
+        if not child:  # nothing of a test may go on here
+            with suppress(BaseException):
+                try:
+                    llm.generate([[1, 2, 3] * 10], params)
+                except ForeignProcess as error:
+                    llm.close()  # leaves it to the process that made it
+                    os._exit(7 if str(os.getppid()) in str(error) else 1)
+            os._exit(1)
+        until = time.monotonic() + 60
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 7
+        assert llm.generate([[1, 2, 3] * 10], params)[0].outputs[0].token_ids == first
 
 
 def test_one_that_is_forgotten_gives_back_its_memory_and_its_threads(tmp_path: Path) -> None:
