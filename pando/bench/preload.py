@@ -160,7 +160,8 @@ class Preload:
             self.samples[history] = self._interleave(history, {WAITING: 0, LAYERED: 0, AHEAD: 0, POOL: 0})
             if self.sweep.buffers:
                 self.enough[history] = self._enough(history)
-                buffers = {**{buffered(layers): layers for layers in self.sweep.buffers}, FORMULA: self.enough[history]}
+                some = (layers for layers in self.sweep.buffers if layers <= self.model.config.layers)
+                buffers = {**{buffered(layers): layers for layers in some}, FORMULA: self.enough[history]}
                 self.samples[history] |= self._interleave(history, buffers)
         if self._kept is not None:
             self._kept.close()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -10,7 +11,7 @@ from ..kernels.staging import passed
 
 
 def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    here = torch.from_numpy(numbers)
+    here = torch.from_numpy(np.ascontiguousarray(numbers))
     if device.type == "cpu" or not here.numel():
         return here.to(device)
     there = torch.empty(here.shape, dtype=here.dtype, device=device)

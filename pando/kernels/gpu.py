@@ -57,7 +57,7 @@ class TritonLowering:
 
     def __init__(self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0) -> None:
         self._device, self._geometry, self._page_size = device, geometry, reads.page_size
-        self._large, self._small = sizes(geometry, dtype, reads, device.processors)
+        self._large, self._small = (_suited(size, device) for size in sizes(geometry, dtype, reads, device.processors))
         self._hopper = found(device.where, dtype, geometry, reads.page_size) if self._large == LARGEST else None
         self._keys = keys_of(geometry, dtype, reads.page_size)
         self._shape = geometry.heads, geometry.kv_heads, geometry.heads // geometry.kv_heads, geometry.head_dim, wide(geometry)
@@ -77,7 +77,8 @@ class TritonLowering:
         self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
         self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
         most = int(np.diff(tiles.starts).max(initial=0))
-        self._merged = next((parts for parts in MERGED if parts >= most), MERGED[-1])
+        merged = MERGED if self._shape[-1] <= 128 else MERGED[:-1]  # more of them have no room in registers
+        self._merged = next((parts for parts in merged if parts >= most), merged[-1])
         self._launch = Launches()
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
         self._moves = math.ceil(len(tiles.moved) * spare)  # queries that are turned again, at most
@@ -203,6 +204,11 @@ class TritonLowering:
             width, block = kv_heads * size, [self._keys, self._shape[-1]]
             self._descriptors[name] = hopper.descriptor(pool) if hopper else TensorDescriptor(pool, [slots, width], [width, 1], block)
         return self._descriptors[name]
+
+
+def _suited(size: Size, device: Device) -> Size:
+    """Before Hopper, two warps have no room for what a tile keeps in registers."""
+    return size if device.overlaps or size.exact else size._replace(warps=max(4, size.warps))
 
 
 def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int, states: torch.dtype | None = None) -> None:

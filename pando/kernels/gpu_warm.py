@@ -14,10 +14,14 @@ PROMPTS = (100, 512)  # tokens of one beside rows that decode
 
 # Rows, tokens that all of them share, tokens that each has of its own, and how many of those it computes: what makes kernels differ is how
 # much there is of each, so that nearly all kinds are among these.
-PLANS = tuple(
-    (rows, shared, own, new)
-    for rows, shared, own, new in product((1, 3, 8, 32, 64, 300), (0, 64, 1024, 4096), (64, 128, 512, 2048), (1, 16, 100, 512))
-    if new <= own and rows * new <= MOST and (rows > 1 or not shared)
+PLANS = (
+    *(
+        (rows, shared, own, new)
+        for rows, shared, own, new in product((1, 3, 8, 32, 64, 300), (0, 64, 1024, 4096), (64, 128, 512, 2048), (1, 16, 100, 512))
+        if new <= own and rows * new <= MOST and (rows > 1 or not shared)
+    ),
+    *((300, 65536, own, 1) for own in (64, 128, 2048)),  # the largest tiles, of models with few heads
+    (16, 64, 20_000, 16),
 )
 
 

@@ -19,25 +19,28 @@ BLOCK = 1024  # numbers that a program brings
 
 
 def by_kernel(kernel: Any, source: Tensor, target: Tensor) -> None:
-    kind = torch.int32 if source.nbytes % 4 == 0 else torch.uint8
-    one, other = (each.view(-1).view(torch.uint8).view(kind) for each in (source, target))
-    _launch(kernel, kind_of(one, other), (-(-len(one) // BLOCK),), one, other, len(one), BLOCK)
+    """Both lie in one piece. In numbers of 4 bytes, where they can be taken for such."""
+    there = source if source.is_cuda else target
+    kind = torch.uint8 if (source.nbytes | source.data_ptr() | target.data_ptr()) % 4 else torch.int32
+    one, other = (each.as_strided((each.numel(),), (1,)).view(torch.uint8).view(kind) for each in (source, target))
+    _launch(kernel, (kind_of(one, other), there.device.index), (-(-len(one) // BLOCK),), one, other, len(one), BLOCK)
 
 
 _launch = Launches()
 
 
 @cache
-def _kernel() -> Any:
+def _kernel(where: torch.device) -> Any:
     """None: there is no Triton, or it does not work here, which attention says."""
     try:
         from .triton import bring as kernel
 
-        here, back = torch.arange(8, dtype=torch.int32).pin_memory(), torch.zeros(8, dtype=torch.int32, pin_memory=True)
-        there = torch.zeros(8, dtype=torch.int32, device="cuda")
-        by_kernel(kernel, here, there)
-        by_kernel(kernel, there, back)
-        torch.cuda.synchronize()
+        with torch.cuda.device(where):
+            here, back = torch.arange(8, dtype=torch.int32).pin_memory(), torch.zeros(8, dtype=torch.int32, pin_memory=True)
+            there = torch.zeros(8, dtype=torch.int32, device=where)
+            by_kernel(kernel, here, there)
+            by_kernel(kernel, there, back)
+            torch.cuda.synchronize()
         return kernel if torch.equal(here, back) else None
     except Exception:  # a compiler and a driver raise whatever they like
         return None
@@ -50,18 +53,21 @@ _lock = threading.Lock()
 def passed(source: Tensor, target: Tensor) -> torch.cuda.Event:
     """From one to the other, of which one is on a GPU, when that comes to it. Both lie in one piece, and what is not there is pinned: its
     memory is given to nobody else until then, even if nobody waits any more."""
-    kernel = _kernel()
-    if kernel is None:
-        target.copy_(source, non_blocking=True)
-    elif source.numel():
-        by_kernel(kernel, source, target)
     there, here = (source, target) if source.is_cuda else (target, source)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(there.device))
-    with _lock:
-        _passing.append((done, here))
-        while _passing and _passing[0][0].query():
-            _passing.popleft()
+    kernel, done = _kernel(there.device), torch.cuda.Event()
+    try:
+        if kernel is None:
+            target.copy_(source, non_blocking=True)
+        elif source.numel():
+            by_kernel(kernel, source, target)
+        done.record(torch.cuda.current_stream(there.device))
+        with _lock:
+            _passing.append((done, here))
+            while _passing and _passing[0][0].query():
+                _passing.popleft()
+    except BaseException:  # such as Ctrl-C: what was begun is not waited for by any event
+        torch.cuda.synchronize(there.device)
+        raise
     return done
 
 

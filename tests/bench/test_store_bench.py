@@ -121,7 +121,7 @@ def test_only_a_patient_engine_waits_for_all_of_its_context(model: Model, tmp_pa
 
 @pytest.mark.parametrize("bandwidth", [10.0, None])
 def test_every_load_is_measured_in_every_way(model: Model, tmp_path: Path, bandwidth: float | None) -> None:
-    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2, buffers=(1,)), tmp_path)
+    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2, buffers=(1, 99)), tmp_path)  # it has fewer layers
     results = bench.results()
     assert {history: {way: len(each) for way, each in found.items()} for history, found in bench.samples.items()} == {
         64: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2, "1 layers ahead": 2, FORMULA: 2},

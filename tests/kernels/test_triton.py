@@ -389,12 +389,22 @@ def test_pages_are_fetched_from_host_memory_to_their_places(gpu: ModuleType, dty
         assert not found[4].any()
 
 
-@pytest.mark.parametrize("numbers", [torch.arange(3000), torch.arange(7) % 2 == 0, torch.randn(5, 3)], ids=["whole", "bytes", "real"])
-def test_few_numbers_come_and_go_by_a_kernel(gpu: ModuleType, numbers: torch.Tensor) -> None:
+FEW_NUMBERS = {
+    "whole": torch.arange(3000), "bytes": torch.arange(7) % 2 == 0, "real": torch.randn(5, 3), "one": torch.tensor(3.5),
+    "unaligned": torch.arange(9, dtype=torch.uint8)[1:5], "halves": torch.arange(9, dtype=torch.bfloat16)[1:3],
+    "apart": torch.randn(3, 4)[:1, 2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_NUMBERS)
+def test_few_numbers_come_and_go_by_a_kernel(gpu: ModuleType, name: str) -> None:
     from pando.kernels.staging import by_kernel
 
-    here = numbers.pin_memory() if DEVICE.type == "cuda" else numbers
-    there, back = torch.zeros_like(numbers, device=DEVICE), torch.zeros_like(here, pin_memory=DEVICE.type == "cuda")
+    numbers = FEW_NUMBERS[name]
+    here = torch.empty(20_000, dtype=torch.uint8, pin_memory=True).view(numbers.dtype) if DEVICE.type == "cuda" else numbers
+    if DEVICE.type == "cuda":  # where it stood, in pinned memory
+        here = here.as_strided(numbers.shape, numbers.stride(), numbers.storage_offset()).copy_(numbers)
+    there, back = torch.zeros(numbers.shape, dtype=numbers.dtype, device=DEVICE), torch.zeros_like(here, pin_memory=DEVICE.type == "cuda")
     by_kernel(gpu.kernels.bring, here, there)
     by_kernel(gpu.kernels.bring, there, back)
     if DEVICE.type == "cuda":
@@ -407,7 +417,7 @@ def test_the_numbers_of_a_step_do_not_wait_for_what_is_loaded_or_saved() -> None
     from pando.engine.across import Returning, sent
     from pando.kernels import staging
 
-    assert staging._kernel() is not None
+    assert staging._kernel(torch.empty(0, device=DEVICE).device) is not None
     aside, bulk = torch.cuda.Stream(), torch.zeros(256 << 20, dtype=torch.uint8, pin_memory=True)
     pool = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
     for loads in (None, True, False):  # first without: kernels are made and memory is pinned, which waits for all there is
