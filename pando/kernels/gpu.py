@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from . import triton_ops as ops
-from .gpu_hopper import BESIDE, Hopper, found
+from .gpu_hopper import BESIDE, HOPPER, Hopper, found
 from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
 from .launch import Launches, aligned, power_of_two
 from .reads import Ints, Reads, joined
@@ -57,7 +57,7 @@ class TritonLowering:
 
     def __init__(self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0) -> None:
         self._device, self._geometry, self._page_size = device, geometry, reads.page_size
-        self._large, self._small = (_suited(size, device) for size in sizes(geometry, dtype, reads, device.processors))
+        self._large, self._small = (_suited(size, device.where) for size in sizes(geometry, dtype, reads, device.processors))
         self._hopper = found(device.where, dtype, geometry, reads.page_size) if self._large == LARGEST else None
         self._keys = keys_of(geometry, dtype, reads.page_size)
         self._shape = geometry.heads, geometry.kv_heads, geometry.heads // geometry.kv_heads, geometry.head_dim, wide(geometry)
@@ -206,9 +206,11 @@ class TritonLowering:
         return self._descriptors[name]
 
 
-def _suited(size: Size, device: Device) -> Size:
+def _suited(size: Size, where: torch.device) -> Size:
     """Before Hopper, two warps have no room for what a tile keeps in registers."""
-    return size if device.overlaps or size.exact else size._replace(warps=max(4, size.warps))
+    if size.exact or where.type != "cuda" or torch.cuda.get_device_capability(where) >= HOPPER:
+        return size
+    return size._replace(warps=max(4, size.warps))
 
 
 def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int, states: torch.dtype | None = None) -> None:

@@ -401,7 +401,7 @@ def test_few_numbers_come_and_go_by_a_kernel(gpu: ModuleType, name: str) -> None
     from pando.kernels.staging import by_kernel
 
     numbers = FEW_NUMBERS[name]
-    here = torch.empty(20_000, dtype=torch.uint8, pin_memory=True).view(numbers.dtype) if DEVICE.type == "cuda" else numbers
+    here = torch.empty(32_000, dtype=torch.uint8, pin_memory=True).view(numbers.dtype) if DEVICE.type == "cuda" else numbers
     if DEVICE.type == "cuda":  # where it stood, in pinned memory
         here = here.as_strided(numbers.shape, numbers.stride(), numbers.storage_offset()).copy_(numbers)
     there, back = torch.zeros(numbers.shape, dtype=numbers.dtype, device=DEVICE), torch.zeros_like(here, pin_memory=DEVICE.type == "cuda")
