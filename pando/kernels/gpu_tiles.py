@@ -25,7 +25,9 @@ FETCH = 64  # to begin and end a small tile, when others fetch meanwhile
 COMPANY = 0.9  # what a processor does more of, at most, while several programs run on it: one waits, another computes
 PAYS = 100_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones, if they are full
 FEWEST = 3 / 4  # small tiles for each processor, up to which another launch costs more than it gains
-FEW = 4  # the same, up to which memory waits for them, and not they for memory
+LITTLE = 560  # keys that small tiles look at, for each processor, up to which they are the faster ones if all have one size,
+LESS = 1.75  # or so many times as many as large ones would
+FEW = 4  # small tiles for each processor, up to which memory waits for them, and not they for memory
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
 LONG = 256  # the same, where some keys of each are still to be written,
@@ -106,17 +108,9 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
         return large, quick if each <= quick.crowd else small
     if not narrow or each > FEWEST:
         return large, small
-    one = min(quick, large, key=lambda size: _cut(reads, size, geometry, processors)[1])
+    looked = [int((-(-reads.brought // (size.rows // group))).dot(reads.tokens.astype(np.int64))) for size in (quick, large)]
+    one = quick if looked[0] <= max(LITTLE * processors / heads, LESS * looked[1]) else large
     return one, one
-
-
-def _cut(reads: Reads, size: Size, geometry: Geometry, processors: int) -> tuple[int, float]:
-    """Keys of a tile if all tiles have one size, and the time that it takes."""
-    facts = np.array((reads.brought, reads.tokens))
-    queries, tokens = facts.compress(facts.all(0), 1)
-    across = -(-queries // (size.rows // (geometry.heads // geometry.kv_heads)))
-    meanwhile = _fetched(reads, size, geometry, processors)
-    return _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, 1.0, meanwhile)
 
 
 def _fetched(reads: Reads, size: Size, geometry: Geometry, processors: int) -> float:
@@ -178,8 +172,9 @@ class Tiles(NamedTuple):
             few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors, 0.0)
             looked = int((few[:, 7] - few[:, 1]).sum())
             fetching = (looked + FETCH * len(few)) * geometry.kv_heads / processors / large.key
-            if not large.leaves and looked > LONG * len(few):
-                fetching = 0.0  # long ones do not fill what others leave: so each processor should have its share of these
+            # long ones that come one after the other do not fill what large tiles leave: each processor should have its share of those
+            if not large.leaves and looked >= 2 * LONG * len(few) and len(few) * geometry.kv_heads > small.crowd * processors:
+                fetching = 0.0
             # short ends are programs small enough to find room beside large tiles at any time: for those nobody has to be done earlier
             lean = LEAN * fetching if large.leaves and not small.exact else 0.0
             many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching, lean)
@@ -222,7 +217,7 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
         slow += len(tokens) / int(across.sum())
     keys = SHORTEST
     if int(np.maximum.reduce(tokens)) > SHORTEST:
-        keys, _ = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile)
+        keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile)
     if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
         keys += int(min(lean, keys / 4)) // SHORTEST * SHORTEST
     count = across * ((tokens + (keys - 1)) // keys)
@@ -240,10 +235,8 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
     return tiles
 
 
-def _keys_of_a_tile(
-    across: Ints, parts: Ints, tokens: Ints, size: Size, processors: int, slow: float = 1.0, meanwhile: float = 0.0
-) -> tuple[int, float]:
-    """So many that the last processor is done soonest, and when that is. Each tile costs its keys and a little more; several on one
+def _keys_of_a_tile(across: Ints, parts: Ints, tokens: Ints, size: Size, processors: int, slow: float = 1.0, meanwhile: float = 0.0) -> int:
+    """So many that the last processor is done soonest. Each tile costs its keys and a little more; several on one
     processor do more together than one behind the other, but each takes longer; there is no hurry while others fetch `meanwhile`; and
     whatever is cut must be merged.
 
@@ -265,8 +258,7 @@ def _keys_of_a_tile(
         done = np.maximum(done * slow, meanwhile)
     done += more * (size.part / processors)
     done[1:] += MERGE / size.key  # the first length cuts none
-    best = int(done.argmin())
-    return int(cuts[best]), float(done[best]) * size.key
+    return int(cuts[done.argmin()])
 
 
 @lru_cache(maxsize=4096)
