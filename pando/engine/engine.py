@@ -49,7 +49,7 @@ PIN_SHARE = 0.25  # of the pool that pins may hold
 class Engine:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model = model.with_states(config.kv_dtype)
-        self.max_len = context_of(model, config)
+        self.max_len = context_of(model.config, config)
         facts = model.config
         self.pages = Pages(page_count(model, config, self.max_len), config.page_size)
         self.tree = PrefixTree(config.page_size)

@@ -19,6 +19,7 @@ from .lock import Lock
 from .pace import measure_before_choosing
 from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from .schemas import Prompt, Schemas
+from .sizing import context_of
 from .truncation import of_conversation, wanted_room
 
 AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt  # text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}; PML
@@ -39,7 +40,9 @@ class _Given(NamedTuple):
 
 
 def loaded(config: EngineConfig) -> Model:
-    return load(config.model, device=config.device, dtype=config.dtype, compiled=config.native, quantization=config.quantization)
+    """Options that the model is not made for are refused before its weights are read."""
+    how = {"device": config.device, "dtype": config.dtype, "quantization": config.quantization}
+    return load(config.model, **how, compiled=config.native, check=lambda facts: context_of(facts, config))
 
 
 class LLM:

@@ -8,6 +8,7 @@ from ..config import EngineConfig
 from ..errors import InvalidOption
 from ..kv.pool import PagePool
 from ..kv.segment import Lineage
+from ..model.config import ModelConfig
 from ..model.decoder import Step
 from ..model.load import Model
 from ..model.memory import free_memory
@@ -23,8 +24,8 @@ CPU_SHARE = 0.25  # of the free memory, at most
 GIB = 2**30
 
 
-def context_of(model: Model, config: EngineConfig) -> int:
-    native = model.config.max_positions
+def context_of(facts: ModelConfig, config: EngineConfig) -> int:
+    native = facts.max_positions
     if config.max_model_len is None:
         return native
     if config.max_model_len > native:

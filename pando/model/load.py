@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,21 @@ class Model:
         return replace(self, digest=self.digest + b" states in fp8, scale 1", rounded_states=True)
 
 
-def load(name: str, *, device: str, dtype: str, compiled: bool = True, quantization: str = "none") -> Model:
-    """`quantization`: fp8 holds the linear maps of the layers in 8 bits."""
+def load(
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    compiled: bool = True,
+    quantization: str = "none",
+    check: Callable[[ModelConfig], object] = lambda _: None,
+) -> Model:
+    """`quantization`: fp8 holds the linear maps of the layers in 8 bits. `check` may refuse it before its weights are read."""
     files = resolve(name)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
     config = ModelConfig.from_hf(_read(files.config))
+    check(config)
     shelf = Shelf.of_user(shown=True)
     log.info("loading %s: %.1f GiB of weights", files.directory, sum(path.stat().st_size for path in files.weights) / 2**30)
     with shelf.bar("loading") as report:

@@ -18,11 +18,20 @@ import torch
 from pando.config import EngineConfig
 from pando.engine.llm import LLM
 from pando.engine.request import SamplingParams
-from pando.errors import ForeignProcess, InputError, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong
+from pando.errors import (
+    BadModelFile,
+    ForeignProcess,
+    InputError,
+    InvalidOption,
+    InvalidPrompt,
+    InvalidSampling,
+    PoolTooSmall,
+    PromptTooLong,
+)
 from pando.kernels.reference import Read, attend
 from pando.model.decoder import Step
 
-from ..tiny import END, VOCAB, greedy, tiny_llm, tiny_model
+from ..tiny import END, VOCAB, greedy, tiny_llm, tiny_model, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -380,6 +389,15 @@ def test_a_message_is_no_conversation() -> None:
     for wrong in (5, None):
         with pytest.raises(InputError):
             llm.schemas.add(wrong)
+
+
+def test_a_window_that_the_model_was_not_made_for_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InvalidOption, match="max_model_len is 129 and the model was made for 128"):
+        LLM(str(tmp_path), max_model_len=129)
+    with pytest.raises(BadModelFile):
+        LLM(str(tmp_path), max_model_len=128)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
