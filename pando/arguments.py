@@ -68,6 +68,12 @@ def parser() -> Parser:
     run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without its chat template")
     run.add_argument("--json", action="store_true", help="print one JSON object with the answer, its tokens and what was cached")
     run.add_argument("--n", type=int, default=1, metavar="N", help="answers to the same prompt (1); they share its cache")
+    run.add_argument(
+        "--truncation",
+        choices=("auto", "disabled"),
+        default="disabled",
+        help="auto: the oldest part of a prompt that does not fit is dropped (disabled)",
+    )
     _add_config(run)
     _add_sampling(run)
     _add_engine(run)

@@ -190,10 +190,12 @@ def _answer(
     messages: list[dict[str, str]],
     prompt: "str | Prompt | None",
 ) -> None:
+    how = {"truncation": arguments.truncation}
     if sampling.n == 1 and not arguments.json:
-        _stream(llm.stream(prompt, sampling) if prompt is not None else llm.stream_chat(messages, sampling), arguments.stats)
+        _stream(llm.stream(prompt, sampling, **how) if prompt is not None else llm.stream_chat(messages, sampling, **how), arguments.stats)
         return
-    [output] = llm.generate([prompt], sampling) if prompt is not None else llm.chat(messages, sampling)
+    [output] = llm.generate([prompt], sampling, **how) if prompt is not None else llm.chat(messages, sampling, **how)
+    _tell_dropped(output.reuse)
     if arguments.json:
         print(json.dumps(_as_json(output, model), ensure_ascii=False))
         return
@@ -220,6 +222,8 @@ def _files(arguments: argparse.Namespace) -> tuple[bytes, str]:
         raise InvalidOption("--schema and --prompt belong together: a prompt in PML is made from a schema; give both")
     if arguments.raw or arguments.system is not None:
         raise InvalidOption("--raw and --system are for plain prompts; what a prompt in PML begins with is in its schema")
+    if arguments.truncation == "auto":
+        raise InvalidOption("--truncation auto is for plain prompts; of a prompt in PML nothing is dropped")
     from .schema_cli import read_pml
 
     return read_pml(arguments.schema), utf8(read_pml(arguments.prompt_file))
@@ -244,11 +248,17 @@ def _stream(events: Iterator[TokenEvent], stats: bool) -> None:
         print(event.text, end="", flush=True)
         _check(event.finish_reason)
     print()
+    _tell_dropped(reuse)
     if stats:
         modular = f" · modular: {reuse.modules} tokens are approximate" if reuse.modules else ""
         repaired = f" · {reuse.repaired} module tokens were repaired" if reuse.repaired else ""
         rounded = " · rounded: some of what was reused is approximate" if reuse.rounded else ""
         print(f"{speed}{modular}{repaired}{rounded}", file=sys.stderr)
+
+
+def _tell_dropped(reuse: Reuse) -> None:
+    if reuse.truncated is not None:
+        print(f"the prompt did not fit: {reuse.truncated.dropped} of its tokens were dropped", file=sys.stderr)
 
 
 def _check(finish_reason: FinishReason | None) -> None:
@@ -272,7 +282,14 @@ def _as_json(output: RequestOutput, model: str) -> dict[str, object]:
         for a in output.outputs
     ]
     prompt_tokens = len(output.prompt_token_ids)
-    return {"model": model, "num_prompt_tokens": prompt_tokens, "num_cached_tokens": output.num_cached_tokens, "outputs": answers}
+    dropped = output.reuse.truncated.dropped if output.reuse.truncated is not None else 0
+    return {
+        "model": model,
+        "num_prompt_tokens": prompt_tokens,
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_dropped_tokens": dropped,
+        "outputs": answers,
+    }
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:

@@ -21,6 +21,8 @@ from pando.config import EngineConfig, ServerConfig, load
 from pando.engine.request import CompletionOutput, RequestOutput, Reuse, SamplingParams, TokenEvent, Truncated
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
 
+from .tiny import tiny_llm
+
 ROOT = Path(pando.__file__).parent.parent
 
 
@@ -38,7 +40,8 @@ class FakeLLM:
     truncations: list[str] = field(default_factory=list)
     dropped: tuple = ()  # of every prompt
 
-    def stream(self, prompt, sampling_params=None):
+    def stream(self, prompt, sampling_params=None, *, truncation="disabled"):
+        self.truncations.append(truncation)
         self.asked.append(prompt)
         self.sampled.append(sampling_params)
         try:
@@ -55,17 +58,17 @@ class FakeLLM:
             self.closed += 1
 
     def stream_chat(self, messages, sampling_params=None, *, truncation="disabled"):
-        self.truncations.append(truncation)
-        return self.stream([dict(message) for message in messages], sampling_params)
+        return self.stream([dict(message) for message in messages], sampling_params, truncation=truncation)
 
-    def generate(self, prompts, sampling_params=None):
+    def generate(self, prompts, sampling_params=None, *, truncation="disabled"):
+        self.truncations.append(truncation)
         self.asked += prompts
         self.sampled.append(sampling_params)
         outputs = [CompletionOutput(i, "".join(self.words), [1, 2, 3], finish_reason="stop") for i in range(sampling_params.n)]
         return [RequestOutput("0", None, [7] * 42, outputs, num_cached_tokens=30, finished=True)]
 
-    def chat(self, messages, sampling_params=None):
-        return self.generate([messages], sampling_params)
+    def chat(self, messages, sampling_params=None, *, truncation="disabled"):
+        return self.generate([messages], sampling_params, truncation=truncation)
 
     def close(self):
         self.closed = True
@@ -161,6 +164,27 @@ def test_a_model_may_stand_before_the_prompt(llm, line):
 def test_raw_skips_the_chat_template(llm):
     assert cli.main(["run", "--raw", "Once upon"]) == 0
     assert llm.asked == ["Once upon"]
+
+
+@pytest.mark.parametrize("options", ["", "--raw", "--json", "--raw --n 2"])
+def test_the_oldest_part_of_a_long_prompt_is_dropped_if_that_is_asked_for(llm, options):
+    for truncation in ("auto", "disabled"):
+        assert cli.main(["run", "--truncation", truncation, *options.split(), "hi"]) == 0
+    assert cli.main(["run", *options.split(), "hi"]) == 0
+    assert llm.truncations == ["auto", "disabled", "disabled"]
+
+
+def test_what_was_dropped_is_told(capsys, monkeypatch):
+    real = tiny_llm(max_model_len=64)
+    monkeypatch.setattr(cli, "make_llm", lambda config: real)
+    assert cli.main(["run", "--raw", "--max-tokens", "4", "a b c " * 40]) == 2
+    assert "truncation" in capsys.readouterr().err
+    assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "a b c " * 40]) == 0
+    told = re.search(r"(\d+) of its tokens were dropped", capsys.readouterr().err)
+    assert told
+    assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "--json", "a b c " * 40]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["num_dropped_tokens"] == int(told[1]) and printed["num_prompt_tokens"] - int(told[1]) < 64
 
 
 def test_sampling_options_reach_the_engine(llm):
@@ -267,7 +291,7 @@ from pando import cli
 from pando.engine.request import TokenEvent
 
 class Endless:
-    def stream_chat(self, messages, sampling):
+    def stream_chat(self, messages, sampling, truncation="disabled"):
         while True:
             yield TokenEvent("0", 0, 0, "word ")
 

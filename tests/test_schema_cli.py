@@ -239,6 +239,7 @@ def test_a_model_may_be_named_beside_the_files(files, llm, monkeypatch, words):
         (["--prompt", "P"], "belong together"),
         (["--schema", "S", "--prompt", "P", "--raw"], "--raw and --system are for plain prompts"),
         (["--schema", "S", "--prompt", "P", "--system", "x"], "--raw and --system are for plain prompts"),
+        (["--schema", "S", "--prompt", "P", "--truncation", "auto"], "--truncation auto is for plain prompts"),
         (["--schema", "S", "--prompt", "P", "model", "hello"], "unknown argument 'hello'"),
         (["--schema", "S", "--prompt", "N"], "cannot be read"),
         (["--eager", "hello"], "--eager and --repair are for the modules of a --schema"),
