@@ -47,7 +47,7 @@ class Admission:
         before, own, at = self._apart(request)
         ends = bool(before) and before[-1].end > at
         self.check_runs(before)
-        self.check_prompt(own, at + len(own))
+        self.check_prompt(own, at + len(own), whole=bool(before) or request.score)
         prompt = compact(())
         for run in before:
             prompt.frombytes(run.packed)
@@ -175,12 +175,14 @@ class Admission:
             if not run.is_of(self._model.config.vocab_size):
                 self.check_tokens(run.tokens)
 
-    def check_prompt(self, prompt: Sequence[int], length: int) -> None:
+    def check_prompt(self, prompt: Sequence[int], length: int, *, whole: bool = True) -> None:
+        """`whole`: no part of it can be dropped."""
         self.check_tokens(prompt)
         if length >= self._max_len:
+            way = "" if whole else ', or ask for truncation="auto", which drops its oldest part'
             raise PromptTooLong(
                 f"the prompt has {length} tokens and the context holds {self._max_len}, one of them for the answer; "
-                f'shorten the prompt by {length - self._max_len + 1} tokens, or ask for truncation="auto", which drops its oldest part'
+                f"shorten the prompt by {length - self._max_len + 1} tokens{way}"
             )
 
     def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int) -> int:

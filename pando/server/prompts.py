@@ -127,9 +127,17 @@ class Prompts:
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
             definitions = [tool.plain() for tool in body.tools] if body.tools else None
-            return self._conversation(messages, definitions, answered=False)
+            return self._whole(self._conversation(messages, definitions, answered=False))
         assert body.prompt is not None
-        return self._plain(body.prompt)
+        return self._whole(self._plain(body.prompt))
+
+    def _whole(self, prompt: Prompt) -> Prompt:
+        if len(prompt.tokens) >= self._max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt.tokens)} tokens and the context holds {self._max_len}, one of them for an answer; "
+                f"what is computed ahead is not cut: shorten it by {len(prompt.tokens) - self._max_len + 1} tokens"
+            )
+        return prompt
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         if body.prompt is not None:

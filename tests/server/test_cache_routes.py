@@ -181,6 +181,14 @@ def test_a_warm_prompt_with_a_ttl_is_pinned(server: Live, client: openai.OpenAI)
     assert reply.usage.prompt_tokens_details.cached_tokens == reply.usage.prompt_tokens - 1
 
 
+@pytest.mark.parametrize("route", ["/v1/cache/warm", "/v1/cache/pin"])
+def test_what_is_computed_ahead_is_not_cut_and_nobody_is_told_to_ask_for_that(server: Live, route: str) -> None:
+    refused = send(server, route, {"model": NAME, "prompt": [1] * 600})
+    assert refused.status_code == 400
+    told = refused.json()["error"]["message"]
+    assert "600 tokens and the context holds 512" in told and "by 89 tokens" in told and "auto" not in told
+
+
 def test_what_is_warmed_belongs_to_who_warmed_it(server: Live) -> None:
     send(server, "/v1/cache/warm", {"prompt": LONG})
     with client_of(server, "two") as other:
