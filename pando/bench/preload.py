@@ -43,7 +43,7 @@ ON_GPU = Sweep(  # figure 19 of CachedAttention, which has 1,024 tokens and thes
 )
 QUICK = Sweep(histories=(64, 128), new=8, rows=2, repeats=1, bandwidth=10.0)
 FIGURE = 1024  # tokens
-LESS_ON_GPU, LESS = 50.0, 35.0  # percent: in that figure's case with a buffer by the formula; where load and compute take equally long
+LESS_ON_GPU, LESS = 50.0, 35.0  # percent: in that figure's case with a read buffer; where load and compute take equally long
 
 
 class Switched(Engine):
@@ -224,10 +224,12 @@ class Preload:
     def _told(self) -> list[Result]:
         medians = {history: _medians(found) for history, found in self.samples.items()}
         closest = min(medians, key=lambda history: abs(_load(medians[history]) / medians[history][POOL] - 1))
+        figure = FIGURE if self.sweep.bandwidth is None else None
         results = []
         for history, found in medians.items():
             for way in (way for way in found if way not in (WAITING, POOL)):
-                target = LESS if (history, way) == (closest, LAYERED) else LESS_ON_GPU if (history, way) == (FIGURE, FORMULA) else None
+                ahead = way in (AHEAD, FORMULA) and history == figure
+                target = LESS if (history, way) == (closest, LAYERED) else LESS_ON_GPU if ahead else None
                 results.append(self._result(history, way, found, target if self.judged else None))
         return results
 

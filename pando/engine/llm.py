@@ -265,6 +265,8 @@ class LLM:
                 self._inboxes[event.request_id].append(event)
 
     def _close(self, requests: Sequence[Request]) -> None:
+        if not self._lock.is_ours:  # a stream that a forked process has, too
+            return
         with self._lock:
             for request in requests:
                 self.engine.cancel(request.request_id)

@@ -150,7 +150,7 @@ class Prompts:
         return self._tokenizer.decode(tokens, skip_special=False)
 
     def _conversation(
-        self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool, truncates: bool = False
+        self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool, truncates: bool | None = None
     ) -> Prompt:
         text = self._tokenizer.chat(messages, add_generation_prompt=answered, template=self._template, tools=definitions)
         self._check_length(text, truncates)
@@ -170,17 +170,17 @@ class Prompts:
 
         return of_conversation(render, messages, tokens)
 
-    def _check_length(self, text: str, truncates: bool) -> None:
-        """What cannot fit whatever its tokens are is not tokenised: that takes seconds for megabytes."""
+    def _check_length(self, text: str, truncates: bool | None) -> None:
+        """What cannot fit whatever its tokens are is not tokenised: that takes seconds for megabytes. None: it is never cut."""
         least = len(text) // self._tokenizer.longest
         if least > (MAX_PROMPT_TOKENS if truncates else self._max_len):
-            way = "" if truncates else ', or ask for truncation="auto", which drops its oldest part'
+            way = ', or ask for truncation="auto", which drops its oldest part' if truncates is False else ""
             raise PromptTooLong(
                 f"the prompt has {len(text)} characters, at least {least} tokens, and the context holds {self._max_len}; "
                 f"shorten the prompt{way}"
             )
 
-    def _plain(self, prompt: str | list[int], *, truncates: bool = False) -> Prompt:
+    def _plain(self, prompt: str | list[int], *, truncates: bool | None = None) -> Prompt:
         if isinstance(prompt, str):
             self._check_length(prompt, truncates)
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

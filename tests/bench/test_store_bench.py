@@ -120,7 +120,10 @@ def test_only_a_patient_engine_waits_for_all_of_its_context(model: Model, tmp_pa
 
 
 @pytest.mark.parametrize("bandwidth", [10.0, None])
-def test_every_load_is_measured_in_every_way(model: Model, tmp_path: Path, bandwidth: float | None) -> None:
+def test_every_load_is_measured_in_every_way(
+    model: Model, tmp_path: Path, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preload, "FIGURE", 128)
     bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2, buffers=(1, 99)), tmp_path)  # it has fewer layers
     results = bench.results()
     assert {history: {way: len(each) for way, each in found.items()} for history, found in bench.samples.items()} == {
@@ -128,6 +131,8 @@ def test_every_load_is_measured_in_every_way(model: Model, tmp_path: Path, bandw
         128: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2, "1 layers ahead": 2, FORMULA: 2},
     }
     assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 8
+    judged = {result.case.rpartition(", ")[2] for result in results if result.target == ">= 50 %"}
+    assert judged == (set() if bandwidth else {AHEAD, FORMULA}), "the figure is of a GPU, with host memory below it"
 
 
 def test_layers_that_were_there_before_are_not_on_the_clock(model: Model, tmp_path: Path) -> None:

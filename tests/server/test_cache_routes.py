@@ -187,6 +187,8 @@ def test_what_is_computed_ahead_is_not_cut_and_nobody_is_told_to_ask_for_that(se
     assert refused.status_code == 400
     told = refused.json()["error"]["message"]
     assert "600 tokens and the context holds 512" in told and "by 89 tokens" in told and "auto" not in told
+    refused = send(server, route, {"model": NAME, "prompt": "far too long to be tokenised " * 10_000})
+    assert refused.status_code == 400 and "characters" in refused.text and "auto" not in refused.text
 
 
 def test_what_is_warmed_belongs_to_who_warmed_it(server: Live) -> None:
