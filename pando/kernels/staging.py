@@ -6,6 +6,7 @@ being loaded into the pool, or saved from it, at that moment.
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -21,9 +22,14 @@ BLOCK = 1024  # numbers that a program brings
 def by_kernel(kernel: Any, source: Tensor, target: Tensor) -> None:
     """Both lie in one piece. In numbers of 4 bytes, where they can be taken for such."""
     there = source if source.is_cuda else target
-    kind = torch.uint8 if (source.nbytes | source.data_ptr() | target.data_ptr()) % 4 else torch.int32
-    one, other = (each.as_strided((each.numel(),), (1,)).view(torch.uint8).view(kind) for each in (source, target))
+    one, other = (source, target) if source.dtype == target.dtype == torch.int32 and source.dim() == 1 else _flat(source, target)
     _launch(kernel, (kind_of(one, other), there.device.index), (-(-len(one) // BLOCK),), one, other, len(one), BLOCK)
+
+
+def _flat(*tensors: Tensor) -> Iterator[Tensor]:
+    """All of them as numbers of 4 bytes, or of one."""
+    kind = torch.uint8 if any((tensor.nbytes | tensor.data_ptr()) % 4 for tensor in tensors) else torch.int32
+    return (tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).view(kind) for tensor in tensors)
 
 
 _launch = Launches()
@@ -77,9 +83,9 @@ class Staged:
     step that they were for."""
 
     def __init__(self, there: Tensor) -> None:
-        self._there = there
-        self._here = torch.zeros(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
-        self._numbers: NDArray[Any] = self._here.numpy()
+        here = torch.zeros(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
+        self._numbers: NDArray[Any] = here.numpy()
+        self._here, self._there = _flat(here, there)  # once: it takes as long as a launch
         self._read: torch.cuda.Event | None = None
 
     def zeros(self) -> NDArray[Any]:

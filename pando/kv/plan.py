@@ -28,7 +28,7 @@ Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 FACTS = Struct("5q")  # of an entry: name, shift, first, tokens, pages
 TAIL = 0  # instead of a name: the last entry of a row, of which nobody else knows
-PART = 8  # tokens that could be read in the time that one part more costs, of a row that merges anyway, for each head of a group (H200)
+PART = 4  # tokens that could be read in the time that one part more costs, of a row that merges anyway, for each head of a group (H200)
 
 
 class Entries(NamedTuple):
@@ -92,8 +92,8 @@ class CostModel:
 
     def pays(self, tokens: Numbers, rows: Numbers, group: int, *, merging: bool = False) -> Flags:
         """`merging`: these rows merge something anyway, and one part more is little."""
-        merge = min(self.merge, PART) if merging else self.merge
-        return tokens * (rows - 1) > self.launch + merge * group * rows
+        launch, merge = (0, min(self.merge, PART)) if merging else (self.launch, self.merge)
+        return tokens * (rows - 1) > launch + merge * group * rows
 
 
 ALWAYS = CostModel(0, 0)  # shares whatever two rows read
