@@ -85,10 +85,16 @@ class Below:
         """Is it still being asked what a remote has of these tokens, of at most `limit`, that the tree does not have?"""
         if self.store.scout is None:
             return False
+        settled = self._settled(lineage, keys, tokens, limit, first, now)
+        return settled < limit and self.store.scout.awaits(self._sought(lineage, tenant, keys, tokens, settled, limit))
+
+    def _settled(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int, now: float) -> int:
+        """How many of at most `limit` tokens the tree has."""
+        if not self.tree.knows(lineage.root):
+            return 0
         match = self.tree.match(lineage, keys, tokens, limit, now, first=first)
         self.tree.forget_bare(match.stem)
-        settled = match.stem.end - first
-        return settled < limit and self.store.scout.awaits(self._sought(lineage, tenant, keys, tokens, settled, limit))
+        return match.stem.end - first
 
     def look(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Found:
         """What is kept of tokens behind those that the tree has, which are `settled`; of at most `limit`, if loading is worth its time."""
@@ -103,9 +109,7 @@ class Below:
     def keeps(self, want: Want, tenant: Key, now: float) -> tuple[bool, Ended | None]:
         """Is all of a run kept that the tree does not have, and worth loading? And why not, where that is known."""
         tokens, first = want.run.tokens, want.origin.first
-        match = self.tree.match(want.lineage, want.keys, tokens, len(tokens), now, first=first)
-        self.tree.forget_bare(match.stem)
-        settled = match.stem.end - first
+        settled = self._settled(want.lineage, want.keys, tokens, len(tokens), first, now)
         found = self.look(want.lineage, tenant, want.keys, tokens, settled, len(tokens))
         self._kept[want, settled] = found
         return settled + found.tokens == len(tokens) and bool(found.parts), found.ended

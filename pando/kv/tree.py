@@ -112,6 +112,10 @@ class PrefixTree:
     def was_evicted(self, key: Key) -> bool:
         return key in self._evicted
 
+    def knows(self, root: Key) -> bool:
+        """Is there anything that a chain which begins at this key could go on with?"""
+        return root in self._roots or root in self._whole
+
     def match(
         self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, now: float, *, first: int = 0, least: int = 1
     ) -> Match:
@@ -124,6 +128,8 @@ class PrefixTree:
             stem = self._along(child if equal == len(child.segment.keys) else self._cut(child, equal))
             stem.used = now
             page += equal
+        if not stem.children:
+            return Match(stem)
         rest = tuple(tokens[page * self.page_size : min(limit, (page + 1) * self.page_size)])
         best, source, owners = 0, None, self._owners(stem, lineage.owner)
         for child in {child: None for owner in owners for child in (*stem.nearest(owner, rest), *islice(stem.within(owner, rest), 1))}:

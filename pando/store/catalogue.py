@@ -1,7 +1,7 @@
 """Where pages are to be found below the pool: by the ledger, and where that knows nothing, by the tiers themselves."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from ..kv.segment import Key, page_key, shared_length, worth_having
@@ -21,12 +21,10 @@ class Catalogue:
 
     def find(self, sought: Sought, host: Tier, below: Sequence[Tier]) -> Found:
         """What there is, whether it is worth loading or not."""
-        parts, before, count, silent = list[Part](), sought.before, 0, set[str]()
-        size, limit, keys = self._page_size, sought.limit, sought.keys
-        for tier, key in zip(self._tiers(keys[: -(-limit // size)], below, silent), keys, strict=False):
-            parts.append(Part(sought.card(key, before, count, size), tier))
-            before, count = key, count + size
-        whole = len(parts)
+        size, limit, keys, silent = self._page_size, sought.limit, sought.keys, set[str]()
+        tiers = self._tiers(keys[: -(-limit // size)], below, silent)
+        parts = [Part(card, tier) for card, tier in zip(sought.cards(len(tiers), size), tiers, strict=True)]
+        whole, count, before = len(parts), len(parts) * size, parts[-1].card.key if parts else sought.before
         if count < limit:
             rest = sought.tokens[count : min(limit, count + size)]
             end, shared = self.end((host, *below), before, sought.owners, rest, silent)
@@ -36,18 +34,19 @@ class Catalogue:
         self._counts.lost["expired"] += is_expired
         return Found(tuple(parts), min(count, limit), "expired" if is_expired else "lost" if silent else None)
 
-    def _tiers(self, keys: Sequence[Key], below: Sequence[Tier], silent: set[str]) -> Iterator[str]:
+    def _tiers(self, keys: Sequence[Key], below: Sequence[Tier], silent: set[str]) -> list[str]:
         """The uppermost tier of each page, as far as they follow each other."""
-        place = 0
-        while place < len(keys):
+        found = list[str]()
+        while len(found) < len(keys):
+            place = len(found)
             names = self._ledger.find(keys[place:])
             if not names:  # what others wrote to a tier is known to that tier alone
                 there = list(takewhile(lambda key: key not in self._hidden, keys[place:]))
                 names = next(([tier.name] * count for tier in below if (count := self._look(tier, there, silent))), [])
             if not names:
-                return
-            yield from names
-            place += len(names)
+                break
+            found += names
+        return found
 
     def _look(self, tier: Tier, keys: Sequence[Key], silent: set[str]) -> int:
         try:

@@ -1,6 +1,5 @@
 """What the scheduler says to the tiers below the pool, and hears from them: values, and the two things it knows of them."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -31,8 +30,11 @@ class Sought:
     tenant: bytes
     limit: int  # so many of the tokens are wanted at most
 
-    def card(self, key: Key, before: Key, start: int, size: int) -> Card:
-        return Card(key, before, self.tenant, tuple(self.tokens[start : start + size]))
+    def cards(self, count: int, size: int) -> list[Card]:
+        """Of the first full pages, so many."""
+        tokens, before, starts = self.tokens, (self.before, *self.keys[:count]), range(0, count * size, size)
+        pages = zip(self.keys, before, starts, strict=False)
+        return [Card(key, parent, self.tenant, tuple(tokens[start : start + size])) for key, parent, start in pages]
 
 
 Ended = Literal["slow", "expired", "lost"]
@@ -52,7 +54,10 @@ class Found:
 
     def sizes(self, page_bytes: int) -> Mapping[str, int]:
         """Bytes that come from each tier."""
-        return {tier: number * page_bytes for tier, number in Counter(part.tier for part in self.parts).items()}
+        found = dict[str, int]()
+        for part in self.parts:
+            found[part.tier] = found.get(part.tier, 0) + page_bytes
+        return found
 
     def nearer(self) -> "Found":
         """Without what comes last, and from the same tier."""

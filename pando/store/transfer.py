@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import torch
@@ -145,7 +145,7 @@ class Transfer:
         """`reserve`: pages of host memory that are for what is saved, and not for what is loaded."""
         self.shape, self.codec, self.mover, self.host = shape, codec, mover, host
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in (host, *below)}
-        self._reserve = reserve
+        self._reserve, self._layer_bytes = reserve, cache(partial(codec.layer_bytes, shape))
 
     def load(self, loads: Sequence[Load], computed: "torch.cuda.Event | None", tell: Callable[[Mapping[str, Moved]], None]) -> None:
         """Fills the pages of loads, together: the first layer of all of them, then the next. `computed`: what may still use the pages.
@@ -182,7 +182,7 @@ class Transfer:
         for place, (part, page, slot) in enumerate(zip(load.parts, load.pages, slots, strict=True)):
             tokens = len(part.card.tokens)
             if slot is not None:
-                here += self.codec.layer_bytes(self.shape, tokens)
+                here += self._layer_bytes(tokens)
                 opened.copies.append(Copy(page, tokens, slot, stays=True))
                 continue
             try:
@@ -199,7 +199,7 @@ class Transfer:
         """Brings a page into host memory before anyone asks for it; raises Lost."""
         below = self.tiers[tier].open(key)
         try:
-            card, size = below.card, self.codec.layer_bytes(self.shape, len(below.card.tokens))
+            card, size = below.card, self._layer_bytes(len(below.card.tokens))
             slot = self.host.begin(card)
             if slot is not None:
                 with self._written(card):
@@ -212,14 +212,14 @@ class Transfer:
         """Copies a page from host memory down to a tier; raises Lost."""
         reader = self.host.open(card.key)
         try:
-            size = self.codec.layer_bytes(self.shape, len(card.tokens))
+            size = self._layer_bytes(len(card.tokens))
             self.tiers[tier].save(card, [memoryview(row[:size].numpy()) for row in reader.payload])
         finally:
             reader.close()
 
     @contextmanager
     def _from_below(self, part: Part, meter: Meter) -> "Iterator[_File]":
-        began, size = time.perf_counter(), self.codec.layer_bytes(self.shape, len(part.card.tokens))
+        began, size = time.perf_counter(), self._layer_bytes(len(part.card.tokens))
         try:
             below = self._found_below(part)
         finally:
