@@ -117,7 +117,7 @@ def find(tree: PrefixTree, want: Want, now: float) -> Import | None:
         if stem is not None:
             tree.pin(stem)
             return Import(want, stem, None, 0)
-    if not tree.knows(want.lineage.root):
+    if tokens and not tree.knows(want.lineage.root):
         return None
     match = tree.match(want.lineage, want.keys, tokens, len(tokens), now, first=first)
     if match.length - first < len(tokens):

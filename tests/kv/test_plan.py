@@ -71,8 +71,9 @@ def test_rows_that_merge_anyway_share_shorter_segments_too() -> None:
     dear = CostModel(launch=0, merge=20)
     trunk, twig = Placement(segment([*range(100, 120)], 0)), Placement(segment([*range(8)], 80))
     assert not plan([row([twig], [50]), row([twig], [51])], PAGE, cost=dear).shared
-    behind = plan([row([trunk, twig], [50]), row([trunk, twig], [51]), row([trunk], [52])], PAGE, cost=dear)
-    assert [read.tokens for read in behind.shared_reads] == [80, 32]
+    for cost in (dear, CostModel(launch=64, merge=20)):  # which is there anyway, too
+        behind = plan([row([trunk, twig], [50]), row([trunk, twig], [51]), row([trunk], [52])], PAGE, cost=cost)
+        assert [read.tokens for read in behind.shared_reads] == [80, 32]
     beside = plan([row([trunk, twig], [50]), row([trunk], [51]), row([twig], [52])], PAGE, cost=dear)
     assert [read.tokens for read in beside.shared_reads] == [80], "one of those who read the twig would merge for it alone"
 

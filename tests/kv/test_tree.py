@@ -81,6 +81,21 @@ def test_a_page_that_soon_goes_on_differently_may_not_be_worth_copying() -> None
     assert copied(0, 1, 2, 3, 4) == (8, 1), "all that is wanted is known"
 
 
+def test_a_chain_is_known_where_it_may_begin_at_a_root_or_at_any_page() -> None:
+    tree, tokens = PrefixTree(PAGE), list(range(12))
+    keys = keys_of(tokens)
+    assert not tree.knows(ROOT)
+    remember(tree, tokens, [7, 8, 9])
+    assert tree.knows(ROOT) and all(map(tree.knows, keys))
+    behind = tree.match(Lineage.of(keys[0]), keys[1:], tokens[PAGE:], 8, 0, first=PAGE)
+    assert behind.length == 12, "which begins at its first page"
+    tree.forget_bare(behind.stem)
+    tree.clear()
+    assert not any(map(tree.knows, (ROOT, *keys))), "and whoever is not known is not looked for"
+    tree.forget_bare(find(tree, tokens).stem)
+    assert not tree.knows(ROOT), "a look leaves nothing behind"
+
+
 def test_what_ends_with_a_page_is_found_by_that_alone_where_it_begins_at_the_root() -> None:
     tree, tokens = PrefixTree(PAGE), list(range(16))
     keys = keys_of(tokens)
