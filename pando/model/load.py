@@ -19,7 +19,7 @@ from ..kernels.ops import Linear, TorchOps
 from .config import ModelConfig
 from .decoder import Decoder, plain_linear
 from .hub import resolve
-from .memory import free_memory
+from .memory import free_memory, give_back
 from .shelf import Shelf
 from .tokenizer import Tokenizer
 from .weights import Weights, digest, load_weights
@@ -67,6 +67,8 @@ def load(
     kind = choose_dtype(dtype, place)
     config = ModelConfig.from_hf(_read(files.config))
     check(config)
+    if place.type == "cuda":
+        give_back()
     shelf = Shelf.of_user(shown=True)
     log.info("loading %s: %.1f GiB of weights", files.directory, sum(path.stat().st_size for path in files.weights) / 2**30)
     with shelf.bar("loading") as report:

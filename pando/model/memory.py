@@ -1,5 +1,6 @@
 """How much memory there is: the machine's, or what a container may have of it."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,16 @@ FILES = {
 def free_memory(device: torch.device, root: Path = ROOT) -> int:
     """Bytes that could be taken now without anything being thrown out."""
     if device.type == "cuda":
+        give_back()
         return torch.cuda.mem_get_info(device)[0]
     return min([_free(root), *_allowed(root)])
+
+
+def give_back() -> None:
+    """What nobody uses any more goes back to the GPUs, such as an engine that was dropped: there are circles in it, which Python looks for
+    when it likes, and torch keeps what was let go of."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _free(root: Path) -> int:

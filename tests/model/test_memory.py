@@ -1,7 +1,10 @@
 """How much memory may be taken."""
 
+import gc
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 from pando.model.memory import free_memory
@@ -60,3 +63,26 @@ def test_a_limit_that_is_used_up_leaves_nothing(tmp_path: Path) -> None:
 
 def test_this_machine_has_some() -> None:
     assert free_memory(CPU) > 0
+
+
+def test_a_gpu_has_what_an_engine_held_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.circle, self.pool = self, object()
+
+    asked = list[str]()
+
+    def told(_: torch.device) -> tuple[int, int]:
+        asked.append("here" if dropped() is not None else "gone")
+        return 5, 8
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", told)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("emptied"))
+    gc.disable()
+    try:
+        dropped = weakref.ref(Engine())
+        assert dropped() is not None, "nobody has looked for circles yet"
+        assert free_memory(torch.device("cuda", 0)) == 5
+    finally:
+        gc.enable()
+    assert asked == ["emptied", "gone"]
