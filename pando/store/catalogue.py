@@ -23,7 +23,7 @@ class Catalogue:
         """What there is, whether it is worth loading or not."""
         size, limit, keys, silent = self._page_size, sought.limit, sought.keys, set[str]()
         tiers = self._tiers(keys[: -(-limit // size)], below, silent)
-        parts = [Part(card, tier) for card, tier in zip(sought.cards(len(tiers), size), tiers, strict=True)]
+        parts = [Part(card, tier) for card, tier in zip(sought.cards(len(tiers), size), tiers, strict=False)]
         whole, count, before = len(parts), len(parts) * size, parts[-1].card.key if parts else sought.before
         if count < limit:
             rest = sought.tokens[count : min(limit, count + size)]
