@@ -95,7 +95,7 @@ class Engine:
         self._flight: Flight | None = None
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
         self._stepping, self._settled = False, 0.0
-        self._cancelled: list[str] = []
+        self._cancelled, self._events = list[str](), list[TokenEvent]()  # requests; and what nobody has heard of yet
 
     def warm_up(self) -> None:
         """Hardly anything is compiled any more when requests come."""
@@ -148,7 +148,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.answers or len(self.cutting) or len(self.scheduler.makers))
+        return bool(self.answers or len(self.cutting) or len(self.scheduler.makers) or self._events)
 
     # ---- a step
 
@@ -157,19 +157,25 @@ class Engine:
         """Next, forward, sample, settle. Where steps overlap, it is the step before that is settled, while this one runs."""
         self.facts = StepFacts()
         with self._whole_or_not_at_all():
-            if len(self.cutting):
-                self._queue(self.cutting.decided())
-            before = self._flight
-            if before is None:
-                self._flight = self._launch(self.scheduler.next())
-                if self._flight.may_be_followed and self._overlap and not self._amended:
-                    return []
-                before, self._flight = self._flight, None
-            else:
-                schedule = self.scheduler.ahead(before.schedule) if before.may_be_followed else None
-                self._flight = self._launch(schedule) if schedule is not None else None
-            return self._settle(before)
-        return []  # what it was to read did not come; its rows go on without
+            self._step()
+        try:
+            return self._events
+        finally:  # and no sooner: who does not hear of them now hears of them with the next step
+            self._events = []
+
+    def _step(self) -> None:
+        if len(self.cutting):
+            self._queue(self.cutting.decided())
+        before = self._flight
+        if before is None:
+            self._flight = self._launch(self.scheduler.next())
+            if self._flight.may_be_followed and self._overlap and not self._amended:
+                return
+            before, self._flight = self._flight, None
+        else:
+            schedule = self.scheduler.ahead(before.schedule) if before.may_be_followed else None
+            self._flight = self._launch(schedule) if schedule is not None else None
+        self._settle(before)
 
     def _launch(self, schedule: Schedule) -> Flight:
         began = time.perf_counter()
@@ -238,7 +244,7 @@ class Engine:
         before = self._flight
         return Unread(before.schedule.ready, before.chosen.tokens) if before is not None and before.schedule.ready else None
 
-    def _settle(self, flight: Flight) -> list[TokenEvent]:
+    def _settle(self, flight: Flight) -> None:
         schedule, self.facts = flight.schedule, flight.facts
         self.scheduler.settle(schedule)  # while the device computes: whatever is asked of it now comes behind that
         while self._begun:
@@ -254,19 +260,17 @@ class Engine:
         if self.store is not None and self.facts.tokens >= MEASURED and not schedule.loads:
             self.store.speeds.computed(self.facts.tokens, now - max(flight.began, self._settled))
         self._settled = now
-        events = []
         for row, token in zip(schedule.ready, chosen, strict=True):
             answer = self.answers.get(row)
             if answer is None:
-                continue  # it ended while the step ran: this token is one too many
-            event = answer.take(token)
-            events.append(event)
+                self.scheduler.remove(row)  # it ended while the step ran, or its end was cut short: this token is one too many
+                continue
+            self._events.append(event := answer.take(token))
             if event.finish_reason is not None:
                 row.is_suspect = token.token == NO_TOKEN
                 self._end(row)
                 if row.is_suspect and not _bends_logits(row):  # else it may be its own fault, and not that of the states
                     self._distrust(row)
-        return events
 
     def _distrust(self, row: Row) -> None:
         """Its states are no numbers, and the good ones before them were computed beside them: nothing of them stays in any tier."""
@@ -287,10 +291,10 @@ class Engine:
         return StepFacts(rows, tokens, reads, readers, (self._seen - spared) * size, self._seen * size)
 
     def _end(self, row: Row) -> None:
-        self.scheduler.remove(row)
-        self.sampler.forget(row)
         del self.answers[row]
-        if not self.has_work and self._flight is not None:
+        self.sampler.forget(row)
+        self.scheduler.remove(row)
+        if not (self.answers or len(self.scheduler.makers)) and self._flight is not None:
             self._flight = None  # nobody waits for it; read at the next request, it would seem to have taken until then
             self.scheduler.retract()
 

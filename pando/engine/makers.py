@@ -30,6 +30,9 @@ class Makers:
     def __len__(self) -> int:
         return len(self._making) + len(self._undecided)
 
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._making.values())
+
     @property
     def asks(self) -> bool:
         """Is there something of which it is not decided yet how it is made?"""

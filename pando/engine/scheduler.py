@@ -43,13 +43,12 @@ class Scheduler:
         store: Keeper | None = None,
     ) -> None:
         self.pages, self.tree = pages, tree
-        self.max_rows, self.budget, self.reuse = max_rows, budget, reuse
-        self.clock = clock
+        self.max_rows, self.budget, self.reuse, self.clock = max_rows, budget, reuse, clock
+        self._rows: dict[Row, None] = {}  # all that were added and are not removed, wherever they are
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # in the order of arrival
         self.loading: list[Row] = []  # rows whose context is on its way, while others run
-        self.preemptions = 0
-        self._now = 0.0
+        self.preemptions, self._now = 0, 0.0
         self._arrivals = itertools.count(1)
         self.turns = Turns(pages.page_size)
         self.starved = False  # nobody runs or is on its way, and there is no room for the first that waits
@@ -67,13 +66,14 @@ class Scheduler:
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            row.arrival, row.arrived = next(self._arrivals), row.arrived or self.clock()
+            row.arrival, row.arrived, self._rows[row] = next(self._arrivals), row.arrived or self.clock(), None
             self.waiting.append(row)
             if self.below is not None:
                 self.below.join(row)
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
+        self._rows.pop(row, None)
         self.makers.forget(row)
         if row in self.running or row in self.loading:
             (self.running if row in self.running else self.loading).remove(row)
@@ -89,13 +89,13 @@ class Scheduler:
         """After a step that did not finish: every row begins again from its tokens, and nothing that was cached is trusted."""
         if self.below is not None:
             self.below.store.go()  # what was not begun would never end
-        self.waiting.extendleft(reversed([*self.running, *self.loading]))
+        for rows in (self.running, self.loading, self.waiting):  # of which some row may be in none, being on its way
+            rows.clear()
+        self.waiting.extend(sorted((*self._rows, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
         for row in self.waiting:
             if row.load is not None and self.below is not None:
                 self.below.stop(row)
             row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
-        self.running.clear()
-        self.loading.clear()
         self.pages.reset()
         if self.below is not None:
             self.pages.withhold(self.below.forget_pool())

@@ -778,6 +778,27 @@ def test_a_step_that_is_cut_short_leaves_no_wrong_state_behind(monkeypatch: pyte
         assert engine.pages_in_use == 0
 
 
+def test_what_was_said_before_a_step_is_cut_short_is_heard_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last token, too: nobody would wait for another."""
+    model, asked = tiny_model(), [Request("ends", [1, 2, 3], greedy(1)), Request("goes on", [4, 5, 6], greedy(3))]
+    expected = {key: [event.token for event in events] for key, events in run(tiny_engine(model), asked).items()}
+    for requests in (asked, asked[:1]):
+        engine = tiny_engine(model)
+        for request in requests:
+            engine.add(request)
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.scheduler, "remove", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                drain(engine)
+        assert engine.has_work
+        said = {key: [event.token for event in events] for key, events in drain(engine).items()}
+        assert said == {key: tokens for key, tokens in expected.items() if key[0] in {request.request_id for request in requests}}
+        assert [event.token for event in run(engine, [Request("again", [1, 2, 3], greedy(1))])["again", 0]] == expected["ends", 0]
+        assert not engine.scheduler.running and not engine.scheduler.waiting
+        engine.clear_cache()
+        assert engine.pages_in_use == 0
+
+
 def _interrupt(*arguments: object) -> None:
     raise KeyboardInterrupt
 

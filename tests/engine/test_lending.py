@@ -2,13 +2,19 @@
 
 import os
 import random
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from pando.engine import below, holding, imports, makers, scheduler, turns
+from pando.engine import engine as engine_
 from pando.engine.batch import Batch, Unread
 from pando.engine.engine import Engine
 from pando.engine.request import Request, TokenEvent, Truncation
@@ -430,6 +436,63 @@ def test_what_is_lost_and_comes_again_while_a_row_waits_is_counted_once(model: M
     assert first.num_cached_tokens == sum(first.reuse.tiers.values()) == 10 + 13 + 8
     whole(engine)
     engine.close()
+
+
+DECIDING = {module.__file__ for module in (engine_, scheduler, makers, holding, below, imports, turns)}
+
+
+class Interrupt:
+    """Ctrl-C before a line of those that decide who runs, and in which order: the one at this place, counted from when it is entered."""
+
+    def __init__(self, place: int) -> None:
+        self._place, self.lines = place, 0
+
+    def __enter__(self) -> "Interrupt":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in DECIDING:
+            return None
+        self.lines += event == "line"
+        if event == "line" and self.lines == self._place:
+            raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.parametrize("modules_are", ["in host memory", "nowhere"])
+def test_ctrl_c_while_it_is_decided_who_runs_loses_nobody(model: Model, tmp_path: Path, modules_are: str) -> None:
+    """Other threads wait for their answers, too."""
+    asked = [prompt(name, modules(*chosen)) for name, chosen in (("one", (0, 1)), ("two", (1, 2)), ("three", (2, 3)))]
+    asked.insert(1, Request("plain", words(50, 30), greedy(6)))
+    wanted = {request.request_id: made_from_nothing(model, request) for request in asked}
+
+    def lines(place: int) -> int:
+        """That were run in the first steps, of which one was interrupted."""
+        before = [prompt("other", modules(0, 2))] if modules_are == "in host memory" else []
+        engine = kept(model, "host", tmp_path, before, max_num_seqs=3, kv_cache_tokens=256)
+        for request in asked:
+            engine.add(request)
+        said: dict[str, list[int]] = {}
+        with Interrupt(place) as interrupt:
+            for _ in range(4):
+                with suppress(KeyboardInterrupt):
+                    for event in engine.step():
+                        said.setdefault(event.request_id, []).append(event.token)
+        for (name, _), found in drain(engine, 300).items():
+            said.setdefault(name, []).extend(tokens(found))
+        assert said == wanted, f"interrupted before line {place}"
+        whole(engine)
+        engine.close()
+        return interrupt.lines
+
+    every = lines(0)
+    assert every > 1000
+    for place in random.Random(modules_are).sample(range(1, every), int(os.environ.get("PANDO_SCHEDULES", "12"))):
+        lines(place)
 
 
 class Known:
