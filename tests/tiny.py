@@ -2,8 +2,12 @@
 
 import functools
 import json
+import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -145,3 +149,25 @@ def drain(engine: Engine, steps: int = 10_000) -> dict[tuple[str, int], list[Tok
         for event in engine.step():
             events.setdefault((event.request_id, event.index), []).append(event)
     raise AssertionError(f"still at work after {steps} steps: {engine.stats()}")
+
+
+class Interrupt:
+    """Ctrl-C before a line of some modules: the one at this place, counted from when it is entered."""
+
+    def __init__(self, modules: Iterable[ModuleType], place: int) -> None:
+        self._files, self._place, self.lines = {module.__file__ for module in modules}, place, 0
+
+    def __enter__(self) -> "Interrupt":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in self._files:
+            return None
+        self.lines += event == "line"
+        if event == "line" and self.lines == self._place:
+            raise KeyboardInterrupt
+        return self._trace

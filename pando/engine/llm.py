@@ -45,6 +45,9 @@ def loaded(config: EngineConfig) -> Model:
     return load(config.model, **how, compiled=config.native, check=lambda facts: context_of(facts, config))
 
 
+_NOBODYS: deque[TokenEvent] = deque(maxlen=0)
+
+
 class LLM:
     """A model and its cache. What one call computed, the next one reuses."""
 
@@ -127,6 +130,7 @@ class LLM:
         self._tenant = Tenant(config.cache_salt.encode())
         self.schemas = Schemas(self.engine, encoder=self._make)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
+        self._heard: deque[TokenEvent] = deque()  # and not handed over yet
 
     def close(self) -> None:
         """Lets what is on its way to disk arrive there. Needed only where a disk or a remote tier is in use."""
@@ -260,9 +264,9 @@ class LLM:
         return inbox.popleft()
 
     def _step(self) -> None:
-        for event in self.engine.step():
-            if event.request_id in self._inboxes:
-                self._inboxes[event.request_id].append(event)
+        self._heard.extend(self.engine.step())
+        while self._heard:  # if it is cut short (Ctrl-C), whoever steps next hands over the rest
+            self._inboxes.get(self._heard[0].request_id, _NOBODYS).append(self._heard.popleft())
 
     def _close(self, requests: Sequence[Request]) -> None:
         if not self._lock.is_ours:  # a stream that a forked process has, too

@@ -2,13 +2,10 @@
 
 import os
 import random
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -26,7 +23,7 @@ from pando.store.movers import Copy
 from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader
 
-from ..tiny import drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import Interrupt, drain, greedy, run, tiny_engine, tiny_model
 from .test_store import ENOUGH, LITTLE, Faulty, FaultyReader, engine_of, evict, settled, whole, words
 
 LAYERS = 4
@@ -438,29 +435,7 @@ def test_what_is_lost_and_comes_again_while_a_row_waits_is_counted_once(model: M
     engine.close()
 
 
-DECIDING = {module.__file__ for module in (engine_, scheduler, makers, holding, below, imports, turns)}
-
-
-class Interrupt:
-    """Ctrl-C before a line of those that decide who runs, and in which order: the one at this place, counted from when it is entered."""
-
-    def __init__(self, place: int) -> None:
-        self._place, self.lines = place, 0
-
-    def __enter__(self) -> "Interrupt":
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in DECIDING:
-            return None
-        self.lines += event == "line"
-        if event == "line" and self.lines == self._place:
-            raise KeyboardInterrupt
-        return self._trace
+DECIDING = engine_, scheduler, makers, holding, below, imports, turns
 
 
 @pytest.mark.parametrize("modules_are", ["in host memory", "nowhere"])
@@ -477,7 +452,7 @@ def test_ctrl_c_while_it_is_decided_who_runs_loses_nobody(model: Model, tmp_path
         for request in asked:
             engine.add(request)
         said: dict[str, list[int]] = {}
-        with Interrupt(place) as interrupt:
+        with Interrupt(DECIDING, place) as interrupt:
             for _ in range(4):
                 with suppress(KeyboardInterrupt):
                     for event in engine.step():
