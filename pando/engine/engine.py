@@ -152,11 +152,10 @@ class Engine:
 
     # ---- a step
 
-    @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Next, forward, sample, settle. Where steps overlap, it is the step before that is settled, while this one runs."""
         self.facts = StepFacts()
-        with self._whole_or_not_at_all():
+        with torch.inference_mode(), self._whole_or_not_at_all():
             self._step()
         try:
             return self._events
@@ -206,7 +205,7 @@ class Engine:
 
     def _begin_again(self) -> None:
         self._flight = None
-        self.scheduler.forget_states()
+        self.scheduler.forget_states(self.answers)
         self.pins.reset()
 
     def _forward(self, schedule: Schedule) -> Tensor:
@@ -263,8 +262,7 @@ class Engine:
         for row, token in zip(schedule.ready, chosen, strict=True):
             answer = self.answers.get(row)
             if answer is None:
-                self.scheduler.remove(row)  # it ended while the step ran, or its end was cut short: this token is one too many
-                continue
+                continue  # it ended while the step ran: this token is one too many
             self._events.append(event := answer.take(token))
             if event.finish_reason is not None:
                 row.is_suspect = token.token == NO_TOKEN

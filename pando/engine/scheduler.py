@@ -13,7 +13,7 @@ import itertools
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..kv.pages import Pages
 from ..kv.segment import Key
@@ -44,7 +44,6 @@ class Scheduler:
     ) -> None:
         self.pages, self.tree = pages, tree
         self.max_rows, self.budget, self.reuse, self.clock = max_rows, budget, reuse, clock
-        self._rows: dict[Row, None] = {}  # all that were added and are not removed, wherever they are
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # in the order of arrival
         self.loading: list[Row] = []  # rows whose context is on its way, while others run
@@ -66,14 +65,13 @@ class Scheduler:
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            row.arrival, row.arrived, self._rows[row] = next(self._arrivals), row.arrived or self.clock(), None
+            row.arrival, row.arrived = next(self._arrivals), row.arrived or self.clock()
             self.waiting.append(row)
             if self.below is not None:
                 self.below.join(row)
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
-        self._rows.pop(row, None)
         self.makers.forget(row)
         if row in self.running or row in self.loading:
             (self.running if row in self.running else self.loading).remove(row)
@@ -85,13 +83,15 @@ class Scheduler:
         if self.below is not None and row.makes is None:
             self.below.leave(row)
 
-    def forget_states(self) -> None:
-        """After a step that did not finish: every row begins again from its tokens, and nothing that was cached is trusted."""
+    def forget_states(self, asked: Collection[Row]) -> None:
+        """After a step that did not finish: whoever is asked for, in whichever list, begins again, and nothing cached is trusted."""
         if self.below is not None:
             self.below.store.go()  # what was not begun would never end
-        for rows in (self.running, self.loading, self.waiting):  # of which some row may be in none, being on its way
+        for rows in (self.running, self.loading, self.waiting):
             rows.clear()
-        self.waiting.extend(sorted((*self._rows, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
+        for row in asked:
+            row.arrival, row.arrived = row.arrival or next(self._arrivals), row.arrived or self.clock()
+        self.waiting.extend(sorted((*asked, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
         for row in self.waiting:
             if row.load is not None and self.below is not None:
                 self.below.stop(row)

@@ -449,7 +449,9 @@ def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted() -> None:
 
 
 LEAVES = """
-import sys, threading, time
+import atexit, sys, threading, time
+threads = []
+atexit.register(lambda: [thread.join() for thread in threads])  # the first is done last
 from pando import LLM, SamplingParams
 llm = LLM(sys.argv[1], kv_cache_tokens=2048, host_gib=0, disk_gib=0)
 params, begun = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True), threading.Event()
@@ -458,7 +460,8 @@ def ask():
         for event in llm.stream([1, 2, 3], params):
             begun.set()
 for _ in range(4):
-    threading.Thread(target=ask, daemon=True).start()
+    threads.append(threading.Thread(target=ask, daemon=True))
+    threads[-1].start()
 begun.wait(60)
 time.sleep(0.1)
 print(len(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids))
