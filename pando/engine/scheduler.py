@@ -87,15 +87,14 @@ class Scheduler:
         """After a step that did not finish: whoever is asked for, in whichever list, begins again, and nothing cached is trusted."""
         if self.below is not None:
             self.below.store.go()  # what was not begun would never end
-        for rows in (self.running, self.loading, self.waiting):
-            rows.clear()
-        for row in asked:
-            row.arrival, row.arrived = row.arrival or next(self._arrivals), row.arrived or self.clock()
-        self.waiting.extend(sorted((*asked, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
-        for row in self.waiting:
+        for row in dict.fromkeys((*self.running, *self.loading, *self.waiting, *asked, *self.makers)):
             if row.load is not None and self.below is not None:
                 self.below.stop(row)
             row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
+            row.arrival, row.arrived = row.arrival or next(self._arrivals), row.arrived or self.clock()
+        for rows in (self.running, self.loading, self.waiting):
+            rows.clear()
+        self.waiting.extend(sorted((*asked, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
         self.pages.reset()
         if self.below is not None:
             self.pages.withhold(self.below.forget_pool())

@@ -435,6 +435,26 @@ def test_what_is_lost_and_comes_again_while_a_row_waits_is_counted_once(model: M
     engine.close()
 
 
+def test_a_load_for_somebody_who_is_not_asked_for_any_more_keeps_its_pages(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a cancellation, and in the next step again: what is being filled is given to nobody."""
+    engine = kept(model, "host", tmp_path, [])
+    engine.add(Request("gone", words(3, 20), greedy(2)))
+    [gone], scheduler_ = [*engine.answers], engine.scheduler
+    stopped = list[object]()
+    assert scheduler_.below is not None
+    monkeypatch.setattr(scheduler_.below, "stop", lambda row: stopped.append(row) or setattr(row, "load", None))
+    scheduler_.waiting.clear()
+    scheduler_.loading.append(gone)
+    gone.load = object()  # type: ignore[assignment]
+    del engine.answers[gone]
+    engine._begin_again()
+    assert stopped == [gone]
+    assert not scheduler_.waiting and not scheduler_.loading
+    engine.close()
+
+
 DECIDING = engine_, scheduler, makers, holding, below, imports, turns
 
 
