@@ -213,7 +213,7 @@ class Engine:
         for copy in schedule.copies:
             self.pool.copy(copy.source, copy.target, copy.tokens)
         if self.store is not None:
-            self.store.go()
+            self.store.go(needed=bool(schedule.loads))
         for row in schedule.repairs:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
         if not schedule.rows:

@@ -40,6 +40,11 @@ Repeat = Callable[[], Found]
 
 
 class Replaceable(Lowered, Protocol):
+    @property
+    def staged(self) -> Staged | None:
+        """What `replace` has written; it is sent with the step's tokens."""
+        ...
+
     def replace(self, reads: Reads, count: int) -> bool:
         """Takes another plan, for so many tokens, if there is room for it; it begins with the next step."""
         ...
@@ -73,12 +78,13 @@ class _Captured:
         """Can its graph read this, too?"""
         if reads is self.reads:
             return True
+        self.reads = None  # half of a plan is none
         fits = self.lowering is not None and self.lowering.replace(reads, count)
-        self.reads = reads if fits else self.reads
+        self.reads = reads if fits else None
         return fits
 
     def fill(self, batch: Batch, scratch: int) -> None:
-        """One copy for all of them."""
+        """One copy for all of them, and for the plan."""
         host = self._staged.zeros()
         host[2], host[4] = scratch, NOWHERE  # what pads a step
         for place, numbers in enumerate(batch[:4]):
@@ -86,7 +92,7 @@ class _Captured:
         fed = batch.fed
         if fed is not None and fed.sources is not None:
             host[4, : len(fed.sources)] = fed.sources
-        self._staged.send()
+        self._staged.send(self.lowering.staged if self.lowering is not None else None)
         if fed is not None and fed.sources is None:
             self.tokens[: len(fed.tokens)].copy_(fed.tokens)
         elif fed is not None:

@@ -3,10 +3,9 @@
 There are no phases: every running row has tokens to catch up with, one when it decodes, many when it is new. Rows that decode come first,
 then the others share what is left of the step's budget, then waiting rows are admitted in the order of their arrival.
 
-It cannot get stuck: a request that does not fit the pool alone is refused before it comes here, and a row that lacks a page may take it
-from the cache, then from the row that arrived last. Where pins leave it none, it is `starved`, and the engine takes them away. A row that
-loses its pages hands what it has computed to the tree and waits before whoever came later; its tokens are never lost, and its states only
-if someone needed the room.
+It cannot get stuck: a request that does not fit the pool alone is refused before it comes here, and a row that lacks a page takes it from
+the cache, then from the row that arrived last. Where pins leave it none, it is `starved`, and the engine lifts them. A row that loses its
+pages hands what it has computed to the tree and waits before who came later; its tokens are never lost, its states only for want of room.
 """
 
 import itertools
@@ -18,14 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from ..kv.pages import Pages
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
-from ..store.keeper import Keeper, Loading
+from ..store.keeper import Keeper
 from .below import Below
 from .holding import Holding
 from .imports import Want
 from .makers import Makers
 from .misses import Misses
 from .row import Copy, Row, Schedule
-from .turns import Turn, Turns, flying
+from .turns import Turn, Turns, flying, hold_up_nobody
 
 LEAST = 32  # tokens of a step: prompts of fewer at a time would take for ever
 
@@ -47,12 +46,12 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []  # in the order of arrival
         self.loading: list[Row] = []  # rows whose context is on its way, while others run
+        self._landed: list[Row] = []  # of those, whose pages the tree gets with the next step: first those who borrowed them are answered
         self.preemptions, self._now = 0, 0.0
         self._arrivals = itertools.count(1)
-        self.turns = Turns(pages.page_size)
+        self.turns, self._misses = Turns(pages.page_size), Misses(tree, reuse)
         self.starved = False  # nobody runs or is on its way, and there is no room for the first that waits
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
-        self._misses = Misses(tree, reuse)
         self.below = Below(store, tree) if store is not None else None
         self._holding = Holding(pages, tree, self.turns, self.below, reuse=reuse)
         self.makers = Makers(tree, self.waiting, self.running, self.loading, self._arrivals)
@@ -82,6 +81,8 @@ class Scheduler:
             self._stuck_at = None
         if self.below is not None and row.makes is None:
             self.below.leave(row)
+        if not self.running:
+            self._clear_away()
 
     def forget_states(self, asked: Collection[Row]) -> None:
         """After a step that did not finish: whoever is asked for, in whichever list, begins again, and nothing cached is trusted."""
@@ -92,7 +93,7 @@ class Scheduler:
                 self.below.stop(row)
             row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
             row.arrival, row.arrived = row.arrival or next(self._arrivals), row.arrived or self.clock()
-        for rows in (self.running, self.loading, self.waiting):
+        for rows in (self.running, self.loading, self.waiting, self._landed):
             rows.clear()
         self.waiting.extend(sorted((*asked, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
         self.pages.reset()
@@ -103,12 +104,12 @@ class Scheduler:
 
     def shrink(self) -> bool:
         """Steps are half as large from now on; says whether they can be."""
+        if self.budget <= LEAST and self.max_rows == 1:
+            return False
         if self.budget > LEAST:
             self.budget = max(LEAST, self.budget // 2)
-        elif self.max_rows > 1:
-            self.max_rows //= 2
         else:
-            return False
+            self.max_rows //= 2
         return True
 
     # ---- a step
@@ -132,6 +133,7 @@ class Scheduler:
 
     def _made(self, before: Schedule | None) -> Schedule | None:
         self._now = self.clock()
+        self._clear_away()
         self.waiting.extend(self.makers.decided(self.below, self._now) if self.makers.asks else ())
         someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
         if not someone_comes and (again := self.turns.again(self._holding.give_room)) is not None:
@@ -157,19 +159,10 @@ class Scheduler:
         copies: list[Copy] = []
         if not pressed:
             self._admit(budget, turns, copies)
-        loads = self._hold_up_nobody(turns)
+        loads = hold_up_nobody(turns, self.running, self.loading)
         if before is not None and not turns:
             return None
         return self.turns.make([turns[row] for row in self.running if row in turns], copies, loads)
-
-    def _hold_up_nobody(self, turns: dict[Row, Turn]) -> list[Loading]:
-        """Rows whose context is on its way wait for it beside the step, if there are others in it. Answers what the step waits for."""
-        early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
-        for row in early if len(early) < len(turns) else ():
-            del turns[row]
-            self.running.remove(row)
-            self.loading.append(row)
-        return list(dict.fromkeys(load for row, loads in early.items() if row in turns for load in loads))
 
     def _take_arrived(self) -> None:
         """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
@@ -191,15 +184,22 @@ class Scheduler:
         else:
             self._holding.hand_over(row, self._now)  # so that others find it before this row's first step is settled
 
-    def _take_in(self, row: Row) -> None:
-        """What was brought up is the tree's, and others wait for it. What did not come whole is made instead."""
+    def _take_in(self, row: Row, *, later: bool = False) -> None:
+        """What was brought up is there: others are told, and it is the tree's, now or later. What did not come whole is made instead."""
         if row.load is not None and (self.below is None or row.load.late or not self.below.end(row)):
             self._shun(row)
         elif row.behind:
             self._make_instead(row)
         else:
             self.makers.pass_on(row)
+            self._landed.append(row) if later else self.remove(row)
+
+    def _clear_away(self) -> None:
+        landed, self._landed = self._landed, []
+        for row in [row for row in landed if row in self.loading]:
             self.remove(row)
+        if landed:
+            self.tend()
 
     def _make_instead(self, row: Row) -> Row:
         assert row.makes is not None
@@ -247,7 +247,7 @@ class Scheduler:
         for row in schedule.repairs:  # they have a copy now
             self._holding.let_go(row)
         for row in [row for row in self.loading if row.load in schedule.loads] if schedule.loads else ():
-            self._take_in(row)  # what rows borrowed: every layer was waited for
+            self._take_in(row, later=True)  # what rows borrowed: every layer was waited for
         for row, count in zip(schedule.rows, schedule.counts, strict=True):
             if row.stem is None:
                 continue  # it ended while the step ran
@@ -261,7 +261,8 @@ class Scheduler:
             self.remove(row)
         if self.below is not None and schedule.departure is not None:
             self.below.store.dismiss(schedule.departure)
-        self.tend()
+        if not self._landed:
+            self.tend()
 
     def tend(self) -> None:
         """Takes in what was moved between the tiers in the meantime."""

@@ -71,7 +71,7 @@ class TritonLowering:
         self._room = {name: aligned(math.ceil(len(numbers) * spare)) for name, numbers in zip(tiles._fields, tiles.arrays, strict=False)}
         self._room["tiles"] = aligned(kernels.FIELDS * (self._grids[0] + self._grids[1]))  # one for every program, if only of zeros
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
-        self._staged = Staged(self._ints)
+        self.staged = Staged(self._ints)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
         self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
@@ -83,12 +83,13 @@ class TritonLowering:
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
         self._moves = math.ceil(len(tiles.moved) * spare)  # queries that are turned again, at most
         self._turn: Tensor | None = None
-        self._put(tiles.arrays)
+        self._write(tiles.arrays)
+        self.staged.send()
         self.begin(positions)
 
     def replace(self, reads: Reads, count: int) -> bool:
         """Takes another plan, for so many tokens, and answers whether it could: it may have no more of anything than there is room for. It
-        begins with the next step."""
+        begins with the next step, when what is `staged` was sent."""
         tiles = self._cut(reads, count)
         arrays = tiles.arrays
         fits = (
@@ -98,19 +99,18 @@ class TritonLowering:
             and len(tiles.moved) <= self._moves
         )
         if fits:
-            self._put(arrays)
+            self._write(arrays)
         return fits
 
     def _cut(self, reads: Reads, count: int) -> Tiles:
         return Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
 
-    def _put(self, arrays: Sequence[Ints]) -> None:
-        """One copy for all arrays. What is not filled is zero."""
-        host, offset = self._staged.zeros(), 0
+    def _write(self, arrays: Sequence[Ints]) -> None:
+        """To one place, which is sent as a whole. What is not filled is zero."""
+        host, offset = self.staged.zeros(), 0
         for numbers, room in zip(arrays, self._room.values(), strict=True):
             host[offset : offset + len(numbers)] = numbers
             offset += room
-        self._staged.send()
 
     def begin(self, positions: Tensor) -> None:
         positions = positions.to(self._device.where)  # a step's are there

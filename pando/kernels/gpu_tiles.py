@@ -53,11 +53,6 @@ class Size(NamedTuple):
     overhead: int = 64  # keys that take as long as to begin and end a tile,
     part: float = 8.0  # and as to write and to merge a part of one head
 
-    def crowded(self, geometry: Geometry, dtype: torch.dtype) -> "Size":
-        size = wide(geometry) * dtype.itemsize
-        block = keys_of(geometry, dtype, KEYS) * size
-        return self._replace(crowd=max(1, SHARED_BYTES // (2 * self.stages * block)), memory=size / self.key / 256)
-
 
 SMALL = Size(LEAST_ROWS)
 LARGE = Size(LARGE_ROWS, key=1.3, part=8 / 1.3)
@@ -86,8 +81,7 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     rows = reads.brought * group
     is_large = rows > small.rows
     products = np.multiply(rows, reads.tokens, dtype=np.int64)[is_large]
-    filled = rows[is_large] / (-(-rows[is_large] // LARGEST_ROWS) * LARGEST_ROWS)
-    narrow = dtype.itemsize == 2 and geometry.head_dim <= 128
+    narrow, key_bytes = dtype.itemsize == 2 and geometry.head_dim <= 128, wide(geometry) * dtype.itemsize
     each = (len(reads) - len(products)) * heads / processors
     if small.rows == SHORT.rows and each > FEW:
         tokens = reads.tokens[~is_large]
@@ -95,15 +89,16 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
             lone = each > LONELY and rows[~is_large].max() == 1 and heads % LONE.heads == 0 and geometry.slopes is None
             small = LONE if lone else SHORT
     if not small.exact:
-        small = small.crowded(geometry, dtype)
-    if narrow and float(products.dot(filled)) * heads > PAYS * processors:
+        small = _crowded(small, key_bytes)
+    pays = PAYS * processors / heads
+    if narrow and int(np.add.reduce(products)) > pays and _full(rows[is_large], products) > pays:
         return LARGEST, small
     most = max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
-    large = LARGE._replace(rows=most, stages=3 if narrow else 2).crowded(geometry, dtype)
+    large = _crowded(LARGE._replace(rows=most, stages=3 if narrow else 2), key_bytes)
     if small.exact:
         return large, small
     # those that have room beside one another fetch further ahead, and few warps are enough for few rows
-    quick = small._replace(stages=3, warps=2 if narrow and small.rows == LEAST_ROWS else small.warps).crowded(geometry, dtype)
+    quick = _crowded(small._replace(stages=3, warps=2 if narrow and small.rows == LEAST_ROWS else small.warps), key_bytes)
     if not products.any():
         return large, quick if each <= quick.crowd else small
     if not narrow or each > FEWEST:
@@ -111,6 +106,18 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     looked = [int((-(-reads.brought // (size.rows // group))).dot(reads.tokens.astype(np.int64))) for size in (quick, large)]
     one = quick if looked[0] <= max(LITTLE * processors / heads, LESS * looked[1]) else large
     return one, one
+
+
+@lru_cache(maxsize=256)
+def _crowded(size: Size, key_bytes: int) -> Size:
+    """As many side by side as keys of so many bytes leave room for."""
+    block = _block(key_bytes) * key_bytes
+    return size._replace(crowd=max(1, SHARED_BYTES // (2 * size.stages * block)), memory=key_bytes / size.key / 256)
+
+
+def _full(rows: Ints, products: NDArray[np.int64]) -> float:
+    """Of these products, those that the largest tiles are filled with."""
+    return float(products.dot(rows / (-(-rows // LARGEST_ROWS) * LARGEST_ROWS)))
 
 
 def _fetched(reads: Reads, size: Size, geometry: Geometry, processors: int) -> float:
@@ -122,8 +129,12 @@ def _fetched(reads: Reads, size: Size, geometry: Geometry, processors: int) -> f
 
 
 def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:
-    most = min(KEYS, max(LEAST_KEYS, BLOCK_BYTES // (wide(geometry) * dtype.itemsize)))
-    return min(most, page_size & -page_size)
+    return min(_block(wide(geometry) * dtype.itemsize), page_size & -page_size)
+
+
+def _block(key_bytes: int) -> int:
+    """Keys of so many bytes that are looked at together."""
+    return min(KEYS, max(LEAST_KEYS, BLOCK_BYTES // key_bytes))
 
 
 def wide(geometry: Geometry) -> int:

@@ -18,12 +18,22 @@ from .launch import Launches, kind_of
 
 BLOCK = 1024  # numbers that a program brings
 
+Pair = tuple[Tensor, Tensor]  # from where, to where
 
-def by_kernel(kernel: Any, source: Tensor, target: Tensor) -> None:
-    """Both lie in one piece. In numbers of 4 bytes, where they can be taken for such."""
-    there = source if source.is_cuda else target
-    one, other = (source, target) if source.dtype == target.dtype == torch.int32 and source.dim() == 1 else _flat(source, target)
-    _launch(kernel, (kind_of(one, other), there.device.index), (-(-len(one) // BLOCK),), one, other, len(one), BLOCK)
+
+def by_kernel(kernel: Any, source: Tensor, target: Tensor, other: Pair | None = None) -> None:
+    """Both lie in one piece; and another pair in the same launch. In numbers of 4 bytes, where they can be taken for such."""
+    there, one, two = source if source.is_cuda else target, _ints(source, target), None if other is None else _ints(*other)
+    counts, more = (len(one[0]), 0 if two is None else len(two[0])), two or one
+    blocks = sum(-(-count // BLOCK) for count in counts)
+    _launch(kernel, (kind_of(*one, *more), there.device.index), (blocks,), *one, counts[0], *more, counts[1], BLOCK)
+
+
+def _ints(source: Tensor, target: Tensor) -> Pair:
+    if source.dtype == target.dtype == torch.int32 and source.dim() == 1:
+        return source, target
+    one, other = _flat(source, target)
+    return one, other
 
 
 def _flat(*tensors: Tensor) -> Iterator[Tensor]:
@@ -56,19 +66,20 @@ _passing: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # pinned memory that
 _lock = threading.Lock()
 
 
-def passed(source: Tensor, target: Tensor) -> torch.cuda.Event:
+def passed(source: Tensor, target: Tensor, other: Pair | None = None) -> torch.cuda.Event:
     """From one to the other, of which one is on a GPU, when that comes to it. Both lie in one piece, and what is not there is pinned: its
-    memory is given to nobody else until then, even if nobody waits any more."""
+    memory is given to nobody else until then, even if nobody waits any more. And another pair, to the GPU as well."""
     there, here = (source, target) if source.is_cuda else (target, source)
     kernel, done = _kernel(there.device), torch.cuda.Event()
     try:
         if kernel is None:
-            target.copy_(source, non_blocking=True)
+            for one, two in ((source, target), other) if other is not None else ((source, target),):
+                two.copy_(one, non_blocking=True)
         elif source.numel():
-            by_kernel(kernel, source, target)
+            by_kernel(kernel, source, target, other)
         done.record(torch.cuda.current_stream(there.device))
         with _lock:
-            _passing.append((done, here))
+            _passing.extend((done, each) for each in ((here,) if other is None else (here, other[0])))
             while _passing and _passing[0][0].query():
                 _passing.popleft()
     except BaseException:  # such as Ctrl-C: what was begun is not waited for by any event
@@ -87,16 +98,25 @@ class Staged:
         self._numbers: NDArray[Any] = here.numpy()
         self._here, self._there = _flat(here, there)  # once: it takes as long as a launch
         self._read: torch.cuda.Event | None = None
+        self._is_written = False  # and not sent
 
     def zeros(self) -> NDArray[Any]:
         """To be written to."""
         if self._read is not None:
             self._read.synchronize()
         self._numbers.fill(0)
+        self._is_written = True
         return self._numbers
 
-    def send(self) -> None:
+    def send(self, other: "Staged | None" = None) -> None:
+        """And what was written elsewhere, if anything: one launch takes half as long as two."""
+        some = [self, other] if other is not None and other._is_written else [self]
         if self._there.is_cuda:
-            self._read = passed(self._here, self._there)
-        else:
-            self._there.copy_(self._here)
+            first, *more = [(each._here, each._there) for each in some]
+            read = passed(*first, *more)
+        for each in some:
+            if self._there.is_cuda:
+                each._read = read
+            else:
+                each._there.copy_(each._here)
+            each._is_written = False

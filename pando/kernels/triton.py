@@ -268,8 +268,13 @@ def fetch(sources, pages, k, v, count, HALF: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(v + page * HALF + at, values, mask=real)
 
 
-@triton.jit(do_not_specialize=["count"])
-def bring(source, target, count, BLOCK: tl.constexpr):
-    """Numbers from one place to another, of which one is pinned memory."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(source + at, mask=at < count, other=0), mask=at < count)
+@triton.jit(do_not_specialize=["count", "rest"])
+def bring(source, target, count, other_source, other_target, rest, BLOCK: tl.constexpr):
+    """Numbers from one place to another, of which one is pinned memory; and others, where there are any."""
+    program, first = tl.program_id(0), tl.cdiv(count, BLOCK)
+    if program < first:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < count, other=0), mask=at < count)
+    else:
+        at = (program - first) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(other_target + at, tl.load(other_source + at, mask=at < rest, other=0), mask=at < rest)

@@ -31,22 +31,23 @@ class Pieces(NamedTuple):
 
     to: Numbers
     source: Numbers
-    stride: Numbers  # bytes from a layer to the next one, of the source
+    stride: int  # bytes from a layer to the next one, of the source
     sizes: Numbers
 
     @classmethod
     def of(cls, copies: "Sequence[Copy]", pool: PagePool) -> "Pieces":
-        facts = [(copy.page, copy.tokens, copy.data.data_ptr(), copy.data.stride(0)) for copy in copies]
-        page, tokens, source, stride = np.array(facts, dtype=np.uint64).T
+        """All of them come from slots of one size."""
+        facts = [copy.page for copy in copies], [copy.tokens for copy in copies], [copy.data.data_ptr() for copy in copies]
+        page, tokens, source = (np.array(numbers, dtype=np.uint64) for numbers in facts)
         slot = np.uint64(pool.k.nbytes // pool.k.shape[:2].numel())
         size, start = tokens * slot, page * np.uint64(pool.page_size) * slot
         k, v = (np.uint64(each.data_ptr()) for each in (pool.k, pool.v))
-        pairs = (k + start, v + start), (source, source + size), (stride, stride), (size, size)
-        return cls(*map(np.concatenate, pairs))
+        to, source, sizes = map(np.concatenate, ((k + start, v + start), (source, source + size), (size, size)))
+        return cls(to, source, copies[0].data.stride(0), sizes)
 
     def at(self, layer: int, layer_bytes: int) -> tuple[Numbers, Numbers]:
         """Where to and where from; `layer_bytes`: of the pool, keys or values."""
-        return self.to + np.uint64(layer * layer_bytes), self.source + np.uint64(layer) * self.stride
+        return self.to + np.uint64(layer * layer_bytes), self.source + np.uint64(layer * self.stride)
 
 
 class Take(NamedTuple):

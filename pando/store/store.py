@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 AHEAD = 4  # jobs that are looked at for prefetching, at most, in one step
 HEAD_START = 0.001  # seconds for which a device's first copies are waited for: Python that ran meanwhile would hold them up, and has time
+FULL_START = 0.005  # the same, where nothing can be computed before they have come
 
 
 class Store:
@@ -113,9 +114,9 @@ class Store:
             self._writer.post(partial(touch, used))
         return load
 
-    def go(self) -> None:
+    def go(self, *, needed: bool = False) -> None:
         """The loads of one step begin together, after its copies: rows that run together need the first layer of all of them first, and a
-        page that is loaded to may be one that was just copied from."""
+        page that is loaded to may be one that was just copied from. `needed`: by the step itself."""
         loads, self._loads = self._loads, []
         computed = self.transfer.mover.mark() if loads else None
 
@@ -125,7 +126,7 @@ class Store:
         if loads:
             self._loader.post(work, urgent=True)
         if computed is not None:
-            loads[0][0].begins_within(HEAD_START)
+            loads[0][0].begins_within(FULL_START if needed else HEAD_START)
 
     def _loaded(self, loads: Sequence[tuple[Load, Sequence[Key]]], moved: Mapping[str, Moved]) -> None:
         for tier, how in moved.items():

@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlap")]
 class Slow:
     """A plan in the definition's hands, with room for so many reads."""
 
+    staged = None
+
     def __init__(self, geometry: Geometry, reads: Reads, positions: Tensor, spare: float) -> None:
         self._geometry, self._room = geometry, int(len(reads.tokens) * spare)
         self._reads, self._positions = list(reads.each()), positions

@@ -345,6 +345,21 @@ def test_a_row_that_is_cancelled_in_the_step_that_reads_what_comes_leaves_nothin
     engine.close()
 
 
+def test_who_borrowed_has_its_token_before_the_tree_has_what_it_borrowed(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 1, 2))
+    engine = kept(model, "disk", tmp_path, [asked])
+    engine.add(asked)
+    events = engine.step()
+    own = engine.tree.pages
+    assert len(events) == 1 and events[0].reuse.tiers == {"disk": events[0].num_cached_tokens}
+    assert len(engine.scheduler.loading) == 4
+    events += engine.step()
+    assert len(events) == 2 and engine.tree.pages > own and not engine.scheduler.loading
+    assert tokens([*events, *drain(engine)["r", 0]]) == made_from_nothing(model, asked)
+    whole(engine)
+    engine.close()
+
+
 def test_a_step_that_fails_while_its_modules_come_is_taken_again(model: Model, tmp_path: Path) -> None:
     asked = prompt("r", modules(0, 1, 2))
     engine = kept(model, "disk", tmp_path, [asked])

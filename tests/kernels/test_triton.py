@@ -412,6 +412,34 @@ def test_few_numbers_come_and_go_by_a_kernel(gpu: ModuleType, name: str) -> None
     assert torch.equal(there.cpu(), numbers) and torch.equal(back, numbers)
 
 
+@pytest.mark.parametrize("rest", [1, 1024, 2500])
+def test_two_places_are_filled_by_one_launch(gpu: ModuleType, rest: int) -> None:
+    from pando.kernels.staging import by_kernel
+
+    pinned = DEVICE.type == "cuda"
+    one, two = (torch.arange(count, dtype=torch.int32, pin_memory=pinned) for count in (1500, rest))
+    there, other = (torch.full((2 * len(each),), -1, dtype=torch.int32, device=DEVICE) for each in (one, two))
+    by_kernel(gpu.kernels.bring, one, there[: len(one)], (two, other[: len(two)]))
+    for given, found in ((one, there.cpu()), (two, other.cpu())):
+        assert torch.equal(found[: len(given)], given) and (found[len(given) :] == -1).all()
+
+
+def test_what_was_written_is_sent_once_with_what_comes_next() -> None:
+    from pando.kernels.staging import Staged
+
+    at, to = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    plan, tokens = Staged(at), Staged(to)
+    plan.zeros()[:] = 1
+    tokens.zeros()[:] = 2
+    assert not at.any()
+    tokens.send(plan)
+    assert at.tolist() == [1] * 4 and to.tolist() == [2] * 4
+    at.zero_()
+    tokens.zeros()[:] = 3
+    tokens.send(plan)
+    assert at.tolist() == [0] * 4 and to.tolist() == [3] * 4
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="copy engines are a GPU's")
 def test_the_numbers_of_a_step_do_not_wait_for_what_is_loaded_or_saved() -> None:
     from pando.engine.across import Returning, sent
