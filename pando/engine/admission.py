@@ -10,7 +10,7 @@ from ..kv.pages import Pages
 from ..kv.run import Origin, Run, are_tokens
 from ..kv.segment import Key, Lineage, compact, extend_keys, page_key, root_key
 from ..model.load import Model
-from .imports import pages_of, wants
+from .imports import Want, pages_of, wants
 from .repair import check_gaps, check_share
 from .repair import key as repair_key
 from .request import RecomputeReason, Request, Tenant
@@ -20,6 +20,7 @@ from .truncation import Cut
 
 MANY_OWNERS = 4096  # from which on they are looked through
 PUBLIC = Tenant(b"public", b"public")  # what belongs to everyone
+TEMPLATES = 64  # of modules that stand before the words of prompts, for which is remembered what to look for
 
 
 class Admission:
@@ -39,6 +40,7 @@ class Admission:
         self._many_owners = MANY_OWNERS
         self.eos = tuple(token for token in model.tokenizer.eos if 0 <= token < model.config.vocab_size)  # files may name others
         self._seeds = random.Random(config.seed)
+        self._templates: dict[tuple[Lineage, bool, tuple[Run, ...]], tuple[Want, ...]] = {}
 
     def rows(self, request: Request, cut: Cut | None = None) -> list[Row]:
         """One for each answer. `cut`: what was dropped of the prompt, if the request says so."""
@@ -58,7 +60,7 @@ class Admission:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         lineage = self.lineage(request.tenant, request.public)
         tenant = lineage.owner
-        asked, eos = wants(tenant, before, self._pages.page_size, plain=lineage, ends=ends), self.eos
+        asked, eos = self._wants(lineage, before, ends), self.eos
         self.owners |= {want.lineage.owner: request.tenant.owner for want in asked}
         foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
         repair = request.repair if foreign else 0.0
@@ -83,6 +85,18 @@ class Admission:
             if cut is not None:
                 row.truncated, row.miss = cut.told(row.foreign), cut.miss
         return rows
+
+    def _wants(self, lineage: Lineage, before: Sequence[Run], ends: bool) -> tuple[Want, ...]:
+        """What stands before a prompt's own tokens. Prompts that import the same modules look for the same."""
+        name = lineage, ends, tuple(before)
+        found = self._templates.get(name)
+        if found is None:
+            found = wants(lineage.owner, before, self._pages.page_size, plain=lineage, ends=ends)
+            if found and all(run.origin is not None for run in before):
+                if len(self._templates) >= TEMPLATES:
+                    self._templates.clear()
+                self._templates[name] = found
+        return found
 
     def _apart(self, request: Request) -> tuple[list[Run], list[int], int]:
         """What stands before the tokens that are computed with a request, those, and their position. An answer needs a token that is
