@@ -84,12 +84,11 @@ class TritonLowering:
         self._moves = math.ceil(len(tiles.moved) * spare)  # queries that are turned again, at most
         self._turn: Tensor | None = None
         self._write(tiles.arrays)
-        self.staged.send()
         self.begin(positions)
 
     def replace(self, reads: Reads, count: int) -> bool:
         """Takes another plan, for so many tokens, and answers whether it could: it may have no more of anything than there is room for. It
-        begins with the next step, when what is `staged` was sent."""
+        begins with the next step; who sends what is `staged` with something else spares a launch."""
         tiles = self._cut(reads, count)
         arrays = tiles.arrays
         fits = (
@@ -114,6 +113,8 @@ class TritonLowering:
 
     def begin(self, positions: Tensor) -> None:
         positions = positions.to(self._device.where)  # a step's are there
+        if self.staged.is_written:
+            self.staged.send()
         a, pairs = self._arrays, max(self._large.rows, self._small.rows) // (self._geometry.heads // self._geometry.kv_heads)
         kernels.begin[(max(1, self._grids[0] + self._grids[1]),)](
             positions, a["tiles"], a["counts"], a["reader"], a["base"], a["room"], self._seen, self._ahead,

@@ -98,19 +98,19 @@ class Staged:
         self._numbers: NDArray[Any] = here.numpy()
         self._here, self._there = _flat(here, there)  # once: it takes as long as a launch
         self._read: torch.cuda.Event | None = None
-        self._is_written = False  # and not sent
+        self.is_written = False  # and not sent
 
     def zeros(self) -> NDArray[Any]:
         """To be written to."""
         if self._read is not None:
             self._read.synchronize()
         self._numbers.fill(0)
-        self._is_written = True
+        self.is_written = True
         return self._numbers
 
     def send(self, other: "Staged | None" = None) -> None:
         """And what was written elsewhere, if anything: one launch takes half as long as two."""
-        some = [self, other] if other is not None and other._is_written else [self]
+        some = [self, other] if other is not None and other.is_written else [self]
         if self._there.is_cuda:
             first, *more = [(each._here, each._there) for each in some]
             read = passed(*first, *more)
@@ -119,4 +119,4 @@ class Staged:
                 each._read = read
             else:
                 each._there.copy_(each._here)
-            each._is_written = False
+            each.is_written = False
