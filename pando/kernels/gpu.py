@@ -31,6 +31,7 @@ LOG2_E = math.log2(math.e)
 ALONE_KEYS = 4  # that one query looks at together, while as many again are on their way, and as many behind those
 TURNED = 8  # heads that are turned again together
 MERGED = (2, 4, 16, 32)  # parts looked at together: few kinds, since each is compiled
+FORMS = 64  # of plans that are remembered as they were cut
 FETCHERS = 32  # programs that fetch pages from host memory
 FETCHED = 4096  # numbers of 4 bytes that a program brings of keys, and as many of values
 
@@ -62,6 +63,7 @@ class TritonLowering:
         self._keys = keys_of(geometry, dtype, reads.page_size)
         self._shape = geometry.heads, geometry.kv_heads, geometry.heads // geometry.kv_heads, geometry.head_dim, wide(geometry)
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
+        self._forms: dict[tuple[int, bytes], Tiles] = {}
         tiles, place = self._cut(reads, len(positions)), device.where
         self._grids = [math.ceil(n * spare) for n in tiles.launches]
         if self._hopper is not None:
@@ -102,7 +104,16 @@ class TritonLowering:
         return fits
 
     def _cut(self, reads: Reads, count: int) -> Tiles:
-        return Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
+        """Prompts of one template have plans of few forms."""
+        form = reads.form
+        if form is not None and (known := self._forms.get((count, form))) is not None:
+            return known.moved_to(reads)
+        tiles = Tiles.cut(reads, count, self._geometry, self._large, self._small, self._device.processors)
+        if len(self._forms) >= FORMS:
+            self._forms.clear()
+        if form is not None:
+            self._forms[count, form] = tiles
+        return tiles
 
     def _write(self, arrays: Sequence[Ints]) -> None:
         """To one place, which is sent as a whole. What is not filled is zero."""

@@ -169,6 +169,12 @@ class Tiles(NamedTuple):
         large, every, tokens = self.counts.tolist()
         return large, every - large, tokens
 
+    def moved_to(self, reads: Reads) -> "Tiles":
+        """For reads of the same form, in other pages."""
+        tiles = self.tiles.copy()
+        tiles[:, 8] = reads.pages[tiles[:, 0] + tiles[:, 1] // reads.page_size]
+        return self._replace(tiles=tiles, pages=reads.pages)
+
     @classmethod
     def cut(cls, reads: Reads, count: int, geometry: Geometry, large: Size, small: Size, processors: int) -> "Tiles":
         group, queries = geometry.heads // geometry.kv_heads, reads.brought

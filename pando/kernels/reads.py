@@ -11,6 +11,8 @@ from .reference import Read
 
 Ints = NDArray[np.int32]
 
+FORMED = 2048  # pages and queries, up to which reads have a form
+
 
 class Reads(NamedTuple):
     """Read r looks at `tokens[r]` keys in the pages from `page_starts[r]` to `page_starts[r + 1]`, the first of them stored at position
@@ -33,6 +35,15 @@ class Reads(NamedTuple):
     def brought(self) -> Ints:
         """The queries of each read, counted."""
         return self.query_starts[1:] - self.query_starts[:-1]
+
+    @property
+    def form(self) -> bytes | None:
+        """All but which pages they are: what is cut of one suits the others of its form. None: it takes as long to tell as to cut."""
+        if len(self.pages) + len(self.queries) > FORMED:
+            return None
+        numbers = self.page_starts, self.tokens, self.first, self.queries, self.query_starts, self.shifts
+        facts = np.array((self.page_size, len(set(self.pages.tolist())), self.unseen, *map(len, numbers)))
+        return b"".join((facts.tobytes(), *(each.tobytes() for each in numbers)))
 
     def read(self, r: int) -> Read:
         """As the definition takes it."""

@@ -320,6 +320,43 @@ def test_halves_of_a_read_are_uneven_only_beside_blocks_that_wait_for_room() -> 
     assert halves(64, 32) == halves(128, 32) == {8192}, "ends of one query, a warp each, run beside large tiles from the start"
 
 
+def moved(reads: Reads, seed: int) -> Reads:
+    """The same of other pages."""
+    order = np.random.default_rng(seed).permutation(int(reads.pages.max()) + 9).astype(np.int32)
+    return Reads(reads.page_size, order[reads.pages], *reads[2:])
+
+
+def test_what_was_cut_suits_other_pages() -> None:
+    from pando.kernels.gpu_tiles import Tiles, sizes
+
+    forms = set[bytes | None]()
+    for seed in range(30):
+        case = Case(seed, "rope", torch.bfloat16, page=PAGE, tails=(0, 3, 300))
+        reads, other, facts = case.reads, moved(case.reads, seed), (len(case.positions), case.geometry)
+        assert reads.form == other.form
+        wanted = sizes(case.geometry, torch.bfloat16, reads, 132)
+        assert wanted == sizes(case.geometry, torch.bfloat16, other, 132)
+        found, expected = Tiles.cut(reads, *facts, *wanted, 132).moved_to(other), Tiles.cut(other, *facts, *wanted, 132)
+        assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
+        forms.add(reads.form)
+    assert len(forms) == 30
+    assert Reads(PAGE, np.zeros(4096, np.int32), *reads[2:]).form is None, "of many pages it takes long to tell"
+
+
+def test_a_plan_of_a_known_form_reads_its_own_pages(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(5, "rope", decoding=True, shape=(3, 64), tails=(40,), rows=6, page=PAGE)
+    path = OnDevice(gpu, case, spare=1.5)
+    monkeypatch.setattr(gpu.Tiles, "cut", lambda *_: pytest.fail("it was cut before"))
+    other = moved(case.reads, 1)
+    k, v = (torch.full((int(other.pages.max()) + 1, PAGE, *pool.shape[1:]), float("nan"), dtype=pool.dtype) for pool in (case.k, case.v))
+    for before, now in zip(case.reads.pages, other.pages, strict=True):
+        k[now], v[now] = case.k.view(-1, *k.shape[1:])[before], case.v.view(-1, *v.shape[1:])[before]
+    assert path.lowering.replace(other, len(case.positions))
+    case.k, case.v, listed = k.flatten(0, 1), v.flatten(0, 1), np.split(other.pages, other.page_starts[1:-1])
+    case._reads = [(pages.tolist(), *read[1:]) for pages, read in zip(listed, case._reads, strict=True)]
+    case.check({"triton": path}, case.positions)  # type: ignore[dict-item]
+
+
 def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once() -> None:
     from pando.kernels.gpu_tiles import Tiles, sizes
 
