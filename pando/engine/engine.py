@@ -137,14 +137,16 @@ class Engine:
         any time) it waits for the step's end."""
         self._cancelled.append(request_id)
         if not self._stepping:
-            self._drop_cancelled()
+            with self._whole_or_not_at_all():
+                self._drop_cancelled()
 
     def _drop_cancelled(self) -> None:
         while self._cancelled:
-            request_id = self._cancelled.pop()
+            request_id = self._cancelled[-1]
             self.cutting.cancel(request_id)
             for row in [row for row in self.answers if row.request_id == request_id]:
                 self._end(row)
+            self._cancelled.remove(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -157,6 +159,7 @@ class Engine:
         self.facts = StepFacts()
         with torch.inference_mode(), self._whole_or_not_at_all():
             self._step()
+            self._drop_cancelled()
         try:
             return self._events
         finally:  # and no sooner: who does not hear of them now hears of them with the next step
@@ -267,7 +270,7 @@ class Engine:
             if event.finish_reason is not None:
                 row.is_suspect = token.token == NO_TOKEN
                 self._end(row)
-                if row.is_suspect and not _bends_logits(row):  # else it may be its own fault, and not that of the states
+                if row.is_suspect and not row.bends_logits:  # else it may be its own fault, and not that of the states
                     self._distrust(row)
 
     def _distrust(self, row: Row) -> None:
@@ -373,7 +376,9 @@ class Engine:
         root = self.admission.tenant(tenant)
         asked = [want for run in runs for want in wants(root, [run], self.pages.page_size)]
         self.admission.owners.update((want.lineage.owner, tenant.owner) for want in asked)
-        return self.scheduler.make(root, asked)
+        with self._whole_or_not_at_all():
+            return self.scheduler.make(root, asked)
+        return len(self.scheduler.makers)  # it was cut short, and all begin again
 
     def unmade(self, runs: Sequence[Run], tenant: Tenant) -> int:
         """How many of these runs are being made, or will be."""
@@ -390,9 +395,3 @@ class Engine:
     def bytes_of(self, runs: Sequence[Run]) -> int:
         """What the states of runs take, in whole pages."""
         return sum(self.pages.needed(len(run)) for run in runs) * self.pages.page_size * self._token_bytes
-
-
-def _bends_logits(row: Row) -> bool:
-    params = row.params
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return row.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0)

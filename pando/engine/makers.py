@@ -5,7 +5,7 @@ tree does. Then those who borrowed it find it there, or begin again.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..kv.run import Run
 from ..kv.segment import Key
@@ -165,6 +165,12 @@ class Makers:
             self._lacking[name].pop(row, None)
             if not self._lacking[name]:
                 del self._lacking[name]
+
+    def tell_only(self, asked: Collection[Row]) -> None:
+        """Of rows that are neither asked for nor make anything, nobody knows where they are."""
+        known = {*asked, *self}
+        left = {name: dict.fromkeys(row for row in rows if row in known) for name, rows in self._lacking.items()}
+        self._lacking = {name: rows for name, rows in left.items() if rows}
 
     def _count(self, row: Row, want: Want, came: int) -> bool:
         """Says whether it was not counted before: what a row has found may go and come while it waits."""

@@ -115,6 +115,13 @@ class Row:
             self._view = RowView([*moved, *map(Placement, path)], tail, self.at + self.settled)
         return self._view
 
+    @property
+    def bends_logits(self) -> bool:
+        """Are there other reasons than its states for what is likeliest?"""
+        params = self.params
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return self.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0)
+
     def is_scored_from(self, start: int) -> bool:
         """Are there logprobs of the prompt to be had where its tokens are computed from here on?"""
         return self.scored is not None and start + 1 < len(self.prompt)

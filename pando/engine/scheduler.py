@@ -47,8 +47,7 @@ class Scheduler:
         self.running: list[Row] = []  # in the order of arrival
         self.loading: list[Row] = []  # rows whose context is on its way, while others run
         self._landed: list[Row] = []  # of those, whose pages the tree gets with the next step: first those who borrowed them are answered
-        self.preemptions, self._now = 0, 0.0
-        self._arrivals = itertools.count(1)
+        self.preemptions, self._now, self._arrivals = 0, 0.0, itertools.count(1)
         self.turns, self._misses = Turns(pages.page_size), Misses(tree, reuse)
         self.starved = False  # nobody runs or is on its way, and there is no room for the first that waits
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
@@ -95,6 +94,7 @@ class Scheduler:
             row.arrival, row.arrived = row.arrival or next(self._arrivals), row.arrived or self.clock()
         for rows in (self.running, self.loading, self.waiting, self._landed):
             rows.clear()
+        self.makers.tell_only(asked)
         self.waiting.extend(sorted((*asked, *self.makers), key=lambda row: (row.arrival, row.makes is None)))
         self.pages.reset()
         if self.below is not None:

@@ -14,7 +14,7 @@ from pando.engine import below, holding, imports, makers, scheduler, turns
 from pando.engine import engine as engine_
 from pando.engine.batch import Batch, Unread
 from pando.engine.engine import Engine
-from pando.engine.request import Request, TokenEvent, Truncation
+from pando.engine.request import Request, Tenant, TokenEvent, Truncation
 from pando.engine.row import Schedule
 from pando.kv.run import Origin, Run
 from pando.model.load import Model
@@ -503,6 +503,40 @@ def test_ctrl_c_while_it_is_decided_who_runs_loses_nobody(model: Model, tmp_path
     assert every > 1000
     for place in random.Random(modules_are).sample(range(1, every), int(os.environ.get("PANDO_SCHEDULES", "12"))):
         lines(place)
+
+
+@pytest.mark.parametrize("outside", ["a cancellation", "modules that are asked for"])
+def test_ctrl_c_outside_of_a_step_loses_nobody_and_no_page(model: Model, tmp_path: Path, outside: str) -> None:
+    asked = [prompt(name, modules(*chosen)) for name, chosen in (("one", (0, 1)), ("two", (1, 2)))]
+    wanted = {request.request_id: made_from_nothing(model, request) for request in asked}
+
+    def lines(place: int, steps: int) -> int:
+        """That were run outside of steps, of which one was interrupted."""
+        engine = kept(model, "host", tmp_path, [prompt("other", modules(0, 2))])
+        for request in (*asked, prompt("gone", modules(3, 0)), Request("plain", words(50, 30), greedy(6))):
+            engine.add(request)
+        said: dict[str, list[int]] = {}
+        for _ in range(steps):
+            for event in engine.step():
+                said.setdefault(event.request_id, []).append(event.token)
+        with Interrupt(DECIDING, place) as interrupt, suppress(KeyboardInterrupt):
+            if outside == "a cancellation":
+                engine.cancel("gone")
+            else:
+                engine.encode(modules(3, 1), Tenant(b""))
+        engine.cancel("gone")
+        for (name, _), found in drain(engine, 300).items():
+            said.setdefault(name, []).extend(tokens(found))
+        assert {name: said[name] for name in wanted} == wanted, f"interrupted before line {place} behind {steps} steps"
+        whole(engine)
+        engine.close()
+        return interrupt.lines
+
+    dice, every = random.Random(outside), [lines(0, steps) for steps in range(3)]
+    assert min(every) > 10
+    for _ in range(int(os.environ.get("PANDO_SCHEDULES", "12"))):
+        steps = dice.randrange(3)
+        lines(dice.randrange(1, every[steps]), steps)
 
 
 class Known:
