@@ -254,6 +254,7 @@ class Replay:
 
     def _scheduled(self, steps: int) -> Schedule:
         scheduler, more = self.scheduler, steps - 1
+        scheduler.clear_away()
         decoding, before = list(scheduler.running) if more else [], len(scheduler.running) + len(scheduler.loading)
         for row in decoding:
             row.tokens += array("i", (self._asked[row].token,)) * more

@@ -87,12 +87,13 @@ class Admission:
         return rows
 
     def _wants(self, lineage: Lineage, before: Sequence[Run], ends: bool) -> tuple[Want, ...]:
-        """What stands before a prompt's own tokens. Prompts that import the same modules look for the same."""
+        """What stands before a prompt's own tokens. Prompts that import the same modules look for the same; what is left of a conversation
+        that was cut is its own."""
         name = lineage, ends, tuple(before)
         found = self._templates.get(name)
         if found is None:
             found = wants(lineage.owner, before, self._pages.page_size, plain=lineage, ends=ends)
-            if found and all(run.origin is not None for run in before):
+            if found and not any(run.origin is None or run.origin.before for run in before):
                 if len(self._templates) >= TEMPLATES:
                     self._templates.clear()
                 self._templates[name] = found

@@ -339,6 +339,7 @@ class Engine:
         if not self.scheduler.reuse:
             raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
         self.expire_pins()
+        self.scheduler.clear_away()
         now, keys, home = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
         extend_keys(keys, home, tokens, self.pages.page_size)
         stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
@@ -386,6 +387,7 @@ class Engine:
 
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""
+        self.scheduler.clear_away()
         [want] = wants(self.admission.tenant(tenant), [run], self.pages.page_size)
         found = find(self.tree, want, self.scheduler.clock())
         if found is not None:

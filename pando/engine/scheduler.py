@@ -70,6 +70,7 @@ class Scheduler:
 
     def remove(self, row: Row) -> None:
         """A row that is finished or no longer wanted; what it computed stays in the tree."""
+        self.clear_away()
         self.makers.forget(row)
         if row in self.running or row in self.loading:
             (self.running if row in self.running else self.loading).remove(row)
@@ -80,8 +81,6 @@ class Scheduler:
             self._stuck_at = None
         if self.below is not None and row.makes is None:
             self.below.leave(row)
-        if not self.running:
-            self._clear_away()
 
     def forget_states(self, asked: Collection[Row]) -> None:
         """After a step that did not finish: whoever is asked for, in whichever list, begins again, and nothing cached is trusted."""
@@ -133,7 +132,7 @@ class Scheduler:
 
     def _made(self, before: Schedule | None) -> Schedule | None:
         self._now = self.clock()
-        self._clear_away()
+        self.clear_away()
         self.waiting.extend(self.makers.decided(self.below, self._now) if self.makers.asks else ())
         someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
         if not someone_comes and (again := self.turns.again(self._holding.give_room)) is not None:
@@ -194,7 +193,8 @@ class Scheduler:
             self.makers.pass_on(row)
             self._landed.append(row) if later else self.remove(row)
 
-    def _clear_away(self) -> None:
+    def clear_away(self) -> None:
+        """What was brought up and borrowed is the tree's: to be done before anyone looks there, or takes something away."""
         landed, self._landed = self._landed, []
         for row in [row for row in landed if row in self.loading]:
             self.remove(row)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from pando.engine import below, holding, imports, makers, scheduler, turns
@@ -138,7 +139,7 @@ def test_a_device_is_asked_for_its_first_copies_before_a_plan_is_made_if_they_co
 
     monkeypatch.setattr(engine.store.transfer.mover, "mark", lambda: object())  # as of a device
     monkeypatch.setattr(engine.batcher, "prepare", prepared)
-    monkeypatch.setattr(store, "HEAD_START", 0.01 if slow else 10)
+    monkeypatch.setattr(store, "FULL_START", 0.01 if slow else 10)
     engine.add(asked)
     assert tokens(drain(engine)["r", 0]) == made_from_nothing(model, asked)
     assert copied[0] == (0 if slow else 1), "one layer, if it came in time"
@@ -357,6 +358,41 @@ def test_who_borrowed_has_its_token_before_the_tree_has_what_it_borrowed(model: 
     assert len(events) == 2 and engine.tree.pages > own and not engine.scheduler.loading
     assert tokens([*events, *drain(engine)["r", 0]]) == made_from_nothing(model, asked)
     whole(engine)
+    engine.close()
+
+
+def test_what_was_borrowed_is_found_between_two_steps(model: Model, tmp_path: Path) -> None:
+    asked = prompt("r", modules(0, 2))
+    engine = kept(model, "host", tmp_path, [asked])
+    engine.add(asked)
+    assert len(engine.step()) == 1 and engine.scheduler.loading
+    assert engine.holds(modules(0)[1], Tenant(b""))
+    assert not engine.scheduler.loading
+    drain(engine)
+    whole(engine)
+    engine.close()
+
+
+def test_a_module_that_is_no_number_is_forgotten_although_another_row_runs(model: Model) -> None:
+    def behind_its_own(name: str, seed: int) -> Request:
+        """A prompt behind a module that is behind an opening of its own."""
+        opening = Run(tuple(words(seed, 8)), 0, Origin((), 0))
+        return Request(name, words(seed, 9), greedy(6), runs=[Run(tuple(words(seed + 1, 13)), 3, Origin((opening,), 8))])
+
+    bad, good = behind_its_own("bad", 50), behind_its_own("good", 60)
+    engine = engine_of(model, None, host_gib=ENOUGH, kv_cache_tokens=960)
+    for request in (bad, good):
+        run(engine, [request])
+    evict(engine)
+    assert engine.store is not None
+    for key in engine.admission.rows(bad)[0].wants[0].keys:
+        engine.store.host.open(key).payload.view(torch.float32).fill_(torch.nan)
+    engine.add(bad)
+    engine.add(good)
+    assert {event.request_id: event.finish_reason for event in engine.step()} == {"bad": "error", "good": None}
+    drain(engine)
+    for request in (bad, good):
+        assert tokens(run(engine, [request])[request.request_id, 0]) == made_from_nothing(model, request)
     engine.close()
 
 
