@@ -6,6 +6,7 @@ own. That copy is made only where it wins clearly, and the plain weight is dropp
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from platform import machine
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +103,15 @@ def _choose(found: dict[int, dict[str, float]]) -> dict[int, str]:
 
 def fastest_dtype() -> torch.dtype:
     """bfloat16 where the CPU multiplies it natively and that is quicker than float32, for few rows and for many; else float32."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not _multiplies_bfloat16():
         return torch.float32
     samples = torch.randn(4, 1536, 576)
     spent = {dtype: _measure(samples.to(dtype).unbind(), {"torch": _torch}) for dtype in (torch.float32, torch.bfloat16)}
     return min(spent, key=lambda dtype: sum(times["torch"] for times in spent[dtype].values()))
+
+
+def _multiplies_bfloat16() -> bool:
+    """Natively: on x86 oneDNN also imitates it, and on a busy machine that may seem the quicker one."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -115,6 +115,21 @@ def test_a_form_that_does_not_work_here_is_not_chosen() -> None:
     assert set(_choose(found).values()) == {"torch"}
 
 
+@pytest.mark.parametrize(("named", "has", "chosen"), [
+    ("x86_64", False, torch.float32), ("x86_64", True, torch.bfloat16), ("aarch64", False, torch.bfloat16),
+])  # fmt: skip
+def test_bfloat16_is_not_taken_where_it_is_only_imitated(
+    named: str, has: bool, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However quick it seems to be, on a machine that is busy with other things."""
+    monkeypatch.setattr(linear, "machine", lambda: named)
+    monkeypatch.setattr(linear, "_measure", lambda samples, _: {1: {"torch": float(samples[0].dtype.itemsize)}})
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert linear.fastest_dtype() == chosen
+
+
 def test_the_fastest_dtype_is_one_that_the_cpu_multiplies() -> None:
     bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert linear.fastest_dtype() in ({torch.float32, torch.bfloat16} if bfloat16 else {torch.float32})
