@@ -109,7 +109,7 @@ class Staged:
         return self._numbers
 
     def send(self, other: "Staged | None" = None) -> None:
-        """And what was written elsewhere, if anything: one launch takes half as long as two."""
+        """And what was written elsewhere, if anything, by the same launch."""
         some = [self, other] if other is not None and other.is_written else [self]
         if self._there.is_cuda:
             first, *more = [(each._here, each._there) for each in some]
