@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..engine.engine import Engine
+from ..engine.pace import measure
 from ..engine.row import Schedule
 from ..kv.run import Origin, Run
 from ..kv.segment import Key
@@ -23,6 +24,7 @@ from .trial import Size, Trial, ask, drawn, opened, settle
 
 WAITING, LAYERED, AHEAD, POOL = "load, then compute", "layer by layer", "begun during the step before", "in the pool"
 FORMULA = "as many layers ahead as the paper's formula says"
+BESIDE, BESIDE_WAITING = "beside others who are answered", "beside others, when all of it is there"
 MB = 10**6
 READ_AHEAD = 0.05  # seconds
 
@@ -74,6 +76,13 @@ class Willing(Speeds):
 
     def patience(self, tokens: int) -> None:
         """However long it takes."""
+
+
+class Waiting(Willing):
+    """As if nothing came in time."""
+
+    def in_time(self, left: float, tokens: int) -> bool:
+        return False
 
 
 class Throttled:
@@ -129,6 +138,7 @@ class Preload:
     judged: bool = True
     samples: dict[int, Samples] = field(default_factory=dict)  # milliseconds, by the length of the history
     enough: dict[int, int] = field(default_factory=dict)  # layers, by the formula
+    pauses: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # milliseconds that others heard nothing
 
     def __post_init__(self) -> None:
         sweep = self.sweep
@@ -157,7 +167,7 @@ class Preload:
             first.close()
         for history in self.sweep.histories:
             self._sample(history, LAYERED)  # not counted
-            self.samples[history] = self._interleave(history, {WAITING: 0, LAYERED: 0, AHEAD: 0, POOL: 0})
+            self.samples[history] = self._interleave(history, {WAITING: 0, LAYERED: 0, AHEAD: 0, POOL: 0, BESIDE_WAITING: 0, BESIDE: 0})
             if self.sweep.buffers:
                 self.enough[history] = self._enough(history)
                 some = (layers for layers in self.sweep.buffers if layers <= self.model.config.layers)
@@ -198,8 +208,12 @@ class Preload:
         if way == POOL:
             self._ask(engine, history, [[]] * len(asked))
         engine.patient, engine.buffer, engine.waited = way == WAITING, buffer, 0.0
-        engine.store.speeds = Willing()
-        trial = self._ask(engine, history, asked, behind=[self._new() for _ in asked] if way == AHEAD else ())
+        engine.store.speeds = Waiting() if way == BESIDE_WAITING else Willing()
+        if way in (BESIDE, BESIDE_WAITING):
+            measure(engine)
+        behind, beside = ([self._new() for _ in asked] if way in ways else [] for ways in ((AHEAD,), (BESIDE, BESIDE_WAITING)))
+        trial = self._ask(engine, history, asked, behind=behind, beside=beside)
+        self.pauses.setdefault((history, way), []).append(1000 * trial.paused)
         engine.patient, engine.buffer = False, 0
         if self._kept is None:
             engine.close()
@@ -208,15 +222,23 @@ class Preload:
         assert wanted <= loaded < wanted + self.sweep.new * len(asked), f"{loaded} tokens were loaded where {wanted} should be: {way}"
         return trial.ms - 1000 * engine.waited
 
-    def _ask(self, engine: Engine, history: int, new: Sequence[Sequence[int]], *, behind: Sequence[Sequence[int]] = ()) -> Trial:
+    def _ask(
+        self,
+        engine: Engine,
+        history: int,
+        new: Sequence[Sequence[int]],
+        *,
+        behind: Sequence[Sequence[int]] = (),
+        beside: Sequence[Sequence[int]] = (),
+    ) -> Trial:
         count = self.sweep.modules
         if not count:
             asked = [[*tokens[:history], *words] for tokens, words in zip(self._histories, new, strict=True)]
-            return ask(engine, asked, behind=behind)
+            return ask(engine, asked, behind=behind, beside=beside)
         size = history // count
         starts = range(0, count * size, size)
         parts = [[Run(tuple(tokens[at : at + size]), at, Origin((), 0)) for at in starts] for tokens in self._histories]
-        return ask(engine, new, runs=parts, behind=behind)
+        return ask(engine, new, runs=parts, behind=behind, beside=beside)
 
     def _new(self) -> list[int]:
         return drawn(self.model, f"new {next(self._numbers)}", self.sweep.new)
@@ -227,20 +249,24 @@ class Preload:
         figure = FIGURE if self.sweep.bandwidth is None else None
         results = []
         for history, found in medians.items():
-            for way in (way for way in found if way not in (WAITING, POOL)):
+            for way in (way for way in found if way not in (WAITING, POOL, BESIDE_WAITING)):
                 ahead = way in (AHEAD, FORMULA) and history == figure
                 target = LESS if (history, way) == (closest, LAYERED) else LESS_ON_GPU if ahead else None
                 results.append(self._result(history, way, found, target if self.judged else None))
         return results
 
     def _result(self, history: int, way: str, found: dict[str, float], target: float | None) -> Result:
-        saved = 100 * (1 - found[way] / found[WAITING])
+        other = BESIDE_WAITING if way == BESIDE else WAITING
+        saved = 100 * (1 - found[way] / found[other])
         rows = f"{self.sweep.rows} x " if self.sweep.rows > 1 else ""
         parts = f" in {self.sweep.modules} modules" if self.sweep.modules else ""
         case = f"{rows}{history} loaded{parts}, {self.sweep.new} new, {way}"
-        note = f"{found[way]:.1f} ms instead of {found[WAITING]:.1f}; load {_load(found):.1f}, compute {found[POOL]:.1f}"
+        note = f"{found[way]:.1f} ms instead of {found[other]:.1f}; load {_load(found):.1f}, compute {found[POOL]:.1f}"
+        if way == BESIDE:
+            paused, before = (statistics.median(self.pauses[history, each]) for each in (BESIDE, BESIDE_WAITING))
+            note += f"; others wait {paused:.1f} ms at most instead of {before:.1f}"
         note += f"; {self.enough[history]} layers" if way == FORMULA else ""
-        samples = {name: self.samples[history][name] for name in (way, WAITING, POOL)}
+        samples = {name: self.samples[history][name] for name in (way, other, POOL)}
         promise = (f">= {target:g} %", saved >= target) if target is not None else ("", None)
         return Result(case, saved, "% less", target=promise[0], met=promise[1], note=note, samples=samples)
 

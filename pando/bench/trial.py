@@ -18,6 +18,7 @@ from ..model.load import Model
 
 GIB = 2**30
 PATIENCE, QUIET = 120.0, 0.1  # seconds
+ANSWERING, LONG = 8, 120  # steps after which prompts are computed, and tokens that answers have which are to go on
 
 
 class Stuck(PandoError):
@@ -39,6 +40,7 @@ class Trial:
     """What one or several requests, asked together, were answered."""
 
     seconds: float = 0.0  # until all of them had their first token
+    paused: float = 0.0  # seconds, at most, in which others heard nothing meanwhile
     answers: dict[str, list[int]] = field(default_factory=dict)
     tiers: Counter[str] = field(default_factory=Counter)  # tokens of the prompts that came from below the pool
     device: int = 0  # tokens that were reused, those included
@@ -73,20 +75,29 @@ def ask(
     *,
     runs: Sequence[Sequence[Run]] = (),
     behind: Sequence[Sequence[int]] = (),
+    beside: Sequence[Sequence[int]] = (),
 ) -> Trial:
     """Greedy answers of so many tokens. `runs`: what stands before each prompt, if anything does. `behind`: prompts that are computed
-    before; the clock starts when they are."""
+    before; the clock starts when they are. `beside`: prompts that are being answered all the time."""
     params, names = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), count()
     before = {str(next(names)): prompt for prompt in behind}
     asked = {str(next(names)): prompt for prompt in prompts}
+    others = [f"beside {next(names)}" for _ in beside]
+    for name, prompt in zip(others, beside, strict=True):
+        engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)))
+    for _ in range(ANSWERING if beside else 0):
+        engine.step()
     for name, prompt in before.items():
         engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
     start = time.perf_counter()
     for (name, prompt), placed in zip(asked.items(), runs or [()] * len(asked), strict=True):
         engine.add(Request(name, prompt, params, runs=placed))
-    trial = Trial()
+    trial, heard, going = Trial(), start, set(asked)
     while engine.has_work:
-        for event in engine.step():
+        events = engine.step()
+        if any(event.request_id in others for event in events) and going:
+            heard, trial.paused = (now := time.perf_counter()), max(trial.paused, now - heard)
+        for event in events:
             before.pop(event.request_id, None)
             if event.request_id in asked:
                 trial.answers.setdefault(event.request_id, []).append(event.token)
@@ -94,6 +105,12 @@ def ask(
                     trial.tiers.update(event.reuse.tiers)
                     trial.device += event.num_cached_tokens
                     trial.seconds = time.perf_counter() - start
+                if event.finish_reason is not None:
+                    going.discard(event.request_id)
+        if not going:
+            for name in others:
+                engine.cancel(name)
+            others = []
         if behind and not before:
             start, behind = time.perf_counter(), ()
     return trial

@@ -11,6 +11,7 @@ from ..store.tier import Card
 from .imports import Want, wants
 from .rounded import Rounded
 from .row import Row, Schedule
+from .turns import Turn
 
 PAUSE = 0.02  # seconds for which nothing is asked of an engine that has nothing to do but to wait
 WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for, and than brought up
@@ -148,6 +149,35 @@ class Below:
         filled = row.pages[start : start + count]
         self.limbo.append((load, filled))
         return filled
+
+    def arrived(self, loading: Sequence[Row], budget: int, *, alone: bool) -> list[Row]:
+        """Rows that can run, of those whose context is on its way: if it is there, or the rest of it comes in time, or if there are no
+        others, who are `alone` then."""
+        rows = [row for row in loading if not row.brings]
+        return rows if alone else self._in_time(rows, budget)
+
+    def _in_time(self, rows: Sequence[Row], budget: int) -> list[Row]:
+        """Those that hold up nobody, if they run together: the more there are, the longer a step takes, and the more comes in it."""
+        coming = sorted(((self.left(row.loads), place, row) for place, row in enumerate(rows)), key=lambda each: each[:2])
+        tokens, count = 0, 0
+        for number, (left, _, row) in enumerate(coming, 1):
+            tokens = min(tokens + row.behind, budget)
+            count = number if not left or self.store.speeds.in_time(left, tokens) else count
+        return [row for _, _, row in coming[:count]]
+
+    def left(self, loads: Sequence[Loading]) -> float:
+        """Seconds until all of it is there."""
+        return max((self.store.left(load) for load in loads if not load.done), default=0.0)
+
+    def hold_up_nobody(self, turns: dict[Row, Turn], running: list[Row], loading: list[Row], budget: int) -> list[Loading]:
+        """Rows whose context is on its way wait for it beside the step, if there are others in it. Answers what the step waits for."""
+        early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
+        going = early if len(early) == len(turns) else self._in_time(list(early), budget)
+        for row in [row for row in early if row not in going]:
+            del turns[row]
+            running.remove(row)
+            loading.append(row)
+        return list(dict.fromkeys(load for row, loads in early.items() if row in turns for load in loads))
 
     def wait(self, wanted: Sequence[Loading]) -> None:
         """Until the first of what is wanted has come up. If there is nothing: for pages that are filled for nobody, and not for long, since

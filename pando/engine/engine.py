@@ -41,7 +41,6 @@ from .truncation import Truncations
 
 log = logging.getLogger(__name__)
 
-MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
 TENDED = 0.02  # seconds until what is being saved is looked after again
 PIN_SHARE = 0.25  # of the pool that pins may hold
 
@@ -259,8 +258,8 @@ class Engine:
         self.steps += 1
         self.totals = self.totals.plus(self.facts)
         now = time.perf_counter()
-        if self.store is not None and self.facts.tokens >= MEASURED and not schedule.loads:
-            self.store.speeds.computed(self.facts.tokens, now - max(flight.began, self._settled))
+        if self.store is not None and self.facts.tokens and not schedule.loads:
+            self.store.speeds.stepped(self.facts.tokens, now - max(flight.began, self._settled))
         self._settled = now
         for row, token in zip(schedule.ready, chosen, strict=True):
             answer = self.answers.get(row)

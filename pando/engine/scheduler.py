@@ -24,7 +24,7 @@ from .imports import Want
 from .makers import Makers
 from .misses import Misses
 from .row import Copy, Row, Schedule
-from .turns import Turn, Turns, flying, hold_up_nobody
+from .turns import Turn, Turns, flying
 
 LEAST = 32  # tokens of a step: prompts of fewer at a time would take for ever
 
@@ -103,26 +103,24 @@ class Scheduler:
 
     def shrink(self) -> bool:
         """Steps are half as large from now on; says whether they can be."""
-        if self.budget <= LEAST and self.max_rows == 1:
-            return False
+        before = self.budget, self.max_rows
         if self.budget > LEAST:
             self.budget = max(LEAST, self.budget // 2)
         else:
-            self.max_rows //= 2
-        return True
+            self.max_rows = max(1, self.max_rows // 2)
+        return before != (self.budget, self.max_rows)
 
     # ---- a step
 
     def next(self) -> Schedule:
         schedule = self._made(None)
         assert schedule is not None
-        return schedule if self.below is None else self.below.depart(schedule)
+        return schedule
 
     def ahead(self, before: Schedule) -> Schedule | None:
         """The step behind one that still runs, made before the tokens of that one are known: its rows go on as if none of them ended. Not
         where that one has to be looked at first, nor where a row would have to stop for a page."""
-        schedule = self._made(before) if before.plain else None
-        return schedule if schedule is None or self.below is None else self.below.depart(schedule)
+        return self._made(before) if before.plain else None
 
     def retract(self) -> None:
         """The last step that was made counts for nothing: its rows compute it again."""
@@ -136,13 +134,14 @@ class Scheduler:
         self.waiting.extend(self.makers.decided(self.below, self._now) if self.makers.asks else ())
         someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
         if not someone_comes and (again := self.turns.again(self._holding.give_room)) is not None:
-            return again
-        self._take_arrived()
+            return again if self.below is None else self.below.depart(again)
+        if self._take_arrived(is_ahead=before is not None):
+            return None
         flown = {} if before is None else flying(before)
         places = [(row, row.computed, len(row.tokens)) for row in self.running]
         if flown:
             places = [(row, *flown.get(row, (start, length))) for row, start, length in places]
-        turns: dict[Row, Turn] = {}
+        turns, copies = dict[Row, Turn](), list[Copy]()
         budget, pressed, size = self.budget, False, self.pages.page_size
         for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
             count = min(length - start, budget)
@@ -155,26 +154,29 @@ class Scheduler:
             if row.stem is not None:
                 turns[row] = row, start, count, length
                 budget -= count
-        copies: list[Copy] = []
         if not pressed:
             self._admit(budget, turns, copies)
-        loads = hold_up_nobody(turns, self.running, self.loading)
+        loads = self.below.hold_up_nobody(turns, self.running, self.loading, self.budget) if self.below is not None else []
         if before is not None and not turns:
             return None
-        return self.turns.make([turns[row] for row in self.running if row in turns], copies, loads)
+        schedule = self.turns.make([turns[row] for row in self.running if row in turns], copies, loads)
+        return schedule if self.below is None else self.below.depart(schedule)
 
-    def _take_arrived(self) -> None:
-        """Rows run when their context is there; where no other row runs, they begin with the first layer of it."""
+    def _take_arrived(self, *, is_ahead: bool) -> bool:
+        """Rows run when their context is there, or comes in time. Says whether one could, if the step before had been looked at."""
         for row in [row for row in self.loading if row.load is not None and row.load.late]:
             self._shun(row)
         for row in [row for row in self.loading if row.brings and (row.load is None or row.load.done or row.load.late)]:
             self._take_in(row)
-        alone = not self.running
-        for row in [row for row in self.loading if not row.brings and (alone or all(load.done for load in row.loads))]:
+        arrived = [] if self.below is None else self.below.arrived(self.loading, self.budget, alone=not self.running)
+        if is_ahead and any(not load.done for row in arrived for load in row.loads):
+            return True
+        for row in arrived:
             self.loading.remove(row)
             self._run(row)
             if row.load is not None and row.load.done:
                 self._end_load(row)
+        return False
 
     def _end_load(self, row: Row) -> None:
         assert self.below is not None and row.load is not None
@@ -204,8 +206,7 @@ class Scheduler:
     def _make_instead(self, row: Row) -> Row:
         assert row.makes is not None
         self.remove(row)
-        maker = self.makers.begin(row.tenant, row.makes, row.arrival, None, self._now)
-        self.waiting.appendleft(maker)
+        self.waiting.appendleft(maker := self.makers.begin(row.tenant, row.makes, row.arrival, None, self._now))
         return maker
 
     def wait(self) -> None:
@@ -286,7 +287,7 @@ class Scheduler:
             if makers and all(maker.brings for maker in makers):
                 self.waiting.extendleft((row, *reversed(makers)))  # it comes again when they are on their way
                 continue
-            is_early = makers is not None and self._is_idle and self.makers.are_coming(row)
+            is_early = makers is not None and self.makers.may_lend(row, self.below, self.budget, alone=self._is_idle)
             if (makers is not None and not is_early) or self._holding.is_held(row, (*self.running, *self.loading)):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
@@ -332,8 +333,7 @@ class Scheduler:
         return len(self.makers) - before
 
     def stop_making(self) -> None:
-        """Whoever still needs something of it asks again."""
-        for row in self.makers.stop():
+        for row in self.makers.stop():  # whoever still needs something of it asks again
             self.remove(row)
 
     def _is_given_way(self, row: Row, skipped: Sequence[Row]) -> bool:

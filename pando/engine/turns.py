@@ -78,13 +78,3 @@ def flying(schedule: Schedule) -> Mapping[Row, tuple[int, int]]:
     """For the rows of a step that still runs: how many tokens each will have computed, and how many there will be."""
     stops, ready = (schedule.starts + schedule.counts).tolist(), set(schedule.ready)
     return {row: (stop, len(row.tokens) + (row in ready)) for row, stop in zip(schedule.rows, stops, strict=True)}
-
-
-def hold_up_nobody(turns: dict[Row, Turn], running: list[Row], loading: list[Row]) -> list[Loading]:
-    """Rows whose context is on its way wait for it beside the step, if there are others in it. Answers what the step waits for."""
-    early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
-    for row in early if len(early) < len(turns) else ():
-        del turns[row]
-        running.remove(row)
-        loading.append(row)
-    return list(dict.fromkeys(load for row, loads in early.items() if row in turns for load in loads))

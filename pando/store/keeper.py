@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from ..kv.segment import Key, page_key
 from ..kv.stem import Stem
+from .speeds import Speeds
 from .tier import Card, Lost
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class Loading(Protocol):
         """Was it given up, although it is not done?"""
         ...
 
+    def left(self, layers: int) -> float:
+        """Seconds until the last of so many layers is there, as far as anyone can tell."""
+        ...
+
     def ends_within(self, seconds: float) -> bool:
         """Waits until it is done, for so long at most; says whether it is."""
         ...
@@ -172,6 +177,7 @@ class Keeper(Protocol):
 
     buffer: int  # pages that are offered together, at most
     rounds: bool  # what comes up is not quite what was kept
+    speeds: Speeds
 
     @property
     def scout(self) -> Asking | None:
@@ -187,6 +193,10 @@ class Keeper(Protocol):
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]: ...
     def load(self, found: Found, chain: Sequence[Key], pages: Sequence[int]) -> Loading: ...
     def go(self, *, needed: bool = False) -> None: ...
+    def left(self, load: Loading) -> float:
+        """Seconds until the last layer of it is there, as far as anyone can tell."""
+        ...
+
     def tag(self, tenant: Key) -> bytes: ...
     def wanted(self, key: Key) -> bool: ...
     @property

@@ -9,6 +9,9 @@ WEIGHT = 0.2  # of the latest measurement of computing
 LATEST = 3  # loads from a tier, of which the middle one counts: one that was slow by chance does not, and two in a row do
 HOPE = 0.98  # what is left of a tier's time each time that it was too long
 CHOICE = 128  # tokens from which on it is worth a measurement to choose
+IN_TIME = 0.8  # of the time that a step takes: what comes within it holds up nobody
+MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
+STEPS = 8  # of the latest steps the shortest tells how long one takes at least
 LEAST, LONGER = 1.0, 2.0  # seconds that a load may take in any case; and how much longer than computing
 
 
@@ -24,6 +27,7 @@ class Speeds:
         self.measure: Callable[[], None] | None = None  # how fast tokens are computed: to be done before the first choice
         self._per_byte: dict[str, deque[float]] = {}  # seconds, by tier
         self._per_token: float | None = None  # seconds to compute one
+        self._steps: deque[float] = deque(maxlen=STEPS)  # seconds
 
     def moved(self, tier: str, moved: Moved) -> None:
         self._latest(tier).append(moved.seconds / moved.size)
@@ -31,6 +35,12 @@ class Speeds:
     def gave_up(self, tier: str, moved: Moved) -> None:
         """It would have taken at least that long. There is no doubt about it."""
         self._latest(tier).extend([moved.seconds / moved.size] * LATEST)
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """Of a step of few tokens only its length is of use."""
+        self._steps.append(seconds)
+        if tokens >= MEASURED:
+            self.computed(tokens, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
         new, old = seconds / tokens, self._per_token
@@ -48,6 +58,11 @@ class Speeds:
         for tier in sizes.keys() & self._per_byte.keys():  # it is not measured while it is not used, and may be faster by now
             self._per_byte[tier] = deque((HOPE * each for each in self._per_byte[tier]), LATEST)
         return False
+
+    def in_time(self, left: float, tokens: int) -> bool:
+        """Is what comes within so many seconds there while others and these tokens are computed? What is more must be there before: it is
+        CachedAttention's read buffer, whose size is the bandwidth times (T_load L_hist - T_pref L_new)."""
+        return left <= IN_TIME * max(min(self._steps, default=0.0), tokens * (self._per_token or 0.0))
 
     def patience(self, tokens: int) -> float | None:
         """Seconds after which so many tokens would long have been computed; None: nobody knows."""

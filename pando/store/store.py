@@ -22,7 +22,7 @@ from .catalogue import Catalogue
 from .departures import Departure, Departures
 from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
-from .keeper import Departing, Found, Offer, Sought
+from .keeper import Departing, Found, Loading, Offer, Sought
 from .ledger import Ledger, Move, Page
 from .notes import Notes
 from .scout import Scout
@@ -59,7 +59,7 @@ class Store:
         self.counts, self.speeds = Counts(), Speeds()
         self._catalogue = Catalogue(ledger, self.counts, transfer.shape.page_size)
         self.tags, self.rounds = Tags(), transfer.shape.codec != "none"
-        self.buffer, self._disk, self._touches = buffer, disk, tuple(touches)
+        self.tag, self.buffer, self._disk, self._touches = self.tags.of, buffer, disk, tuple(touches)
         self._clock, self._now, self.scout = clock, time.monotonic, scout
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
@@ -79,9 +79,6 @@ class Store:
     def facts(self) -> StoreFacts:
         room = {tier: Room(self.ledger.used[tier], size) for tier, size in self.ledger.capacities.items()}
         return self.counts.facts(room if self._sharing is None else {**room, "disk": self._sharing.room})
-
-    def tag(self, tenant: Key) -> bytes:
-        return self.tags.of(tenant)
 
     # ---- looking
 
@@ -127,6 +124,9 @@ class Store:
             self._loader.post(work, urgent=True)
         if computed is not None:
             loads[0][0].begins_within(FULL_START if needed else HEAD_START)
+
+    def left(self, load: Loading) -> float:
+        return load.left(self.transfer.shape.layers)
 
     def _loaded(self, loads: Sequence[tuple[Load, Sequence[Key]]], moved: Mapping[str, Moved]) -> None:
         for tier, how in moved.items():

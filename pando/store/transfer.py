@@ -51,6 +51,8 @@ class Load:
         self._end, self._until = math.inf, clock() + LATE  # when it must be done, and when the next thing must have happened
         self._good = len(parts)
         self._layers: list[torch.cuda.Event | None] = []
+        self._there = 0  # of these, as far as was seen
+        self._is_far = any(part.tier == "remote" for part in parts)
         self._ended = self._unwanted = self._late = False
         self._changed = threading.Condition()
 
@@ -74,6 +76,17 @@ class Load:
     def seconds(self, layers: int) -> float | None:
         """How long all of its layers take at the rate of those that came; None where it is not begun."""
         return None if self._began is None else (self._clock() - self._began) * layers / max(1, len(self._layers))
+
+    def left(self, layers: int) -> float:
+        """Seconds until the last of its layers is there, at the rate of those that are; infinite where nobody can tell, and for what comes
+        from another machine, which may stall at any moment."""
+        known, then = len(self._layers), self._there
+        while then < known and ((event := self._layers[then]) is None or event.query()):
+            then += 1
+        self._there = then
+        if self._began is None or self.lost is not None or not then or self._is_far:
+            return math.inf
+        return (self._clock() - self._began) / then * (layers - then)
 
     def wait(self, layer: int) -> "torch.cuda.Event | None":
         """Until a layer of all pages is in the pool, or will be with the event; raises Lost where one of them will not come."""

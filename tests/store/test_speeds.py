@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from pando.store import speeds as module
-from pando.store.speeds import HOPE, LEAST, LONGER, Meter, Moved, Speeds
+from pando.store.speeds import HOPE, LEAST, LONGER, MEASURED, STEPS, Meter, Moved, Speeds
 
 FAST, SLOW = Moved(1000, 0.001), Moved(1000, 10.0)
 WANTED = {"disk": 1000}
@@ -85,3 +85,27 @@ def test_of_a_load_from_several_tiers_each_has_its_own_time_and_a_share_of_the_c
     assert read.keys() == {"host", "disk"} and (read["host"].size, read["disk"].size) == (100, 300)
     assert 0.01 <= read["host"].seconds < read["disk"].seconds and read["disk"].seconds >= 0.06
     assert Meter().read() == {}
+
+
+def test_a_read_buffer_holds_what_does_not_come_while_the_new_tokens_are_computed() -> None:
+    found = speeds()
+    assert found.in_time(0.79, TOKENS) and not found.in_time(0.81, TOKENS), "a second to compute, and a margin"
+    assert not found.in_time(0.5, TOKENS // 2)
+
+
+def test_a_step_takes_as_long_as_the_shortest_of_the_latest() -> None:
+    found = Speeds()
+    assert found.in_time(0.0, TOKENS) and not found.in_time(0.001, TOKENS), "nobody knows how long one takes"
+    for seconds in (0.001, *[0.1] * STEPS):
+        found.stepped(1, seconds)
+    assert found.in_time(0.079, 1) and not found.in_time(0.081, 1)
+    found.stepped(1, 0.05)
+    assert not found.in_time(0.079, 1) and found.in_time(0.039, 1)
+
+
+def test_only_steps_of_many_tokens_tell_how_long_a_prompt_takes() -> None:
+    found = Speeds()
+    found.stepped(MEASURED - 1, 1.0)
+    assert found.patience(1000) is None
+    found.stepped(MEASURED, MEASURED * 0.1)
+    assert found.patience(1000) == LONGER * 100
