@@ -28,6 +28,7 @@ Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 FACTS = Struct("5q")  # of an entry: name, shift, first, tokens, pages
 TAIL = 0  # instead of a name: the last entry of a row, of which nobody else knows
+MANY, EACH = 8000, 20  # `launch` and `merge` for many rows: what each of them adds is less when a device is full anyway (H200)
 PART = 4  # tokens that could be read in the time that one part more costs, of a row that merges anyway, for each head of a group (H200)
 
 
@@ -93,7 +94,9 @@ class CostModel:
     def pays(self, tokens: Numbers, rows: Numbers, group: int, *, merging: bool = False) -> Flags:
         """`merging`: these rows merge something anyway, and one part more is little."""
         launch, merge = (0, min(self.merge, PART)) if merging else (self.launch, self.merge)
-        return tokens * (rows - 1) > launch + merge * group * rows
+        few, many = launch + merge * group * rows, max(launch, MANY) + min(merge, EACH) * group * rows
+        found: Flags = tokens * (rows - 1) > np.minimum(few, many)
+        return found
 
 
 ALWAYS = CostModel(0, 0)  # shares whatever two rows read

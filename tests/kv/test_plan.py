@@ -67,6 +67,15 @@ def test_what_does_not_pay_joins_the_private_runs() -> None:
     assert [(read.pages, read.tokens, read.first) for read in found.private_reads] == [((0, 1), 8, 0), ((0, 6), 8, 0)]
 
 
+def test_many_rows_share_segments_that_few_would_not() -> None:
+    """As on a GPU with 16 query heads over one key head: 64 tokens for each of the 16 that one more row costs, while they are few."""
+    dear, prefix = CostModel(launch=64, merge=64), Placement(segment([*range(200)], 0))  # 800 tokens
+    for count, is_shared in ((2, False), (16, False), (32, True), (300, True)):
+        found = plan([row([prefix], [1000 + number]) for number in range(count)], PAGE, 16, dear)
+        assert bool(found.shared) == is_shared, count
+    assert not plan([row([prefix], [1000 + number]) for number in range(300)], PAGE, 16, NEVER).shared
+
+
 def test_rows_that_merge_anyway_share_shorter_segments_too() -> None:
     dear = CostModel(launch=0, merge=20)
     trunk, twig = Placement(segment([*range(100, 120)], 0)), Placement(segment([*range(8)], 80))

@@ -52,7 +52,7 @@ def samples(heads: Heads, page_size: int, measure: Measure) -> list[Sample]:
 
 
 def pays(sample: Sample, group: int, cost: CostModel) -> bool:
-    return sample.tokens * (sample.rows - 1) > cost.launch + cost.merge * group * sample.rows
+    return bool(cost.pays(np.array(sample.tokens), np.array(sample.rows), group))
 
 
 def lost(found: Sequence[Sample], group: int, cost: CostModel) -> float:
