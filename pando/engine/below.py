@@ -157,7 +157,7 @@ class Below:
         return rows if alone else self._in_time(rows, budget)
 
     def _in_time(self, rows: Sequence[Row], budget: int) -> list[Row]:
-        """Those that hold up nobody, if they run together: the more there are, the longer a step takes, and the more comes in it."""
+        """Those that should hold up nobody, if they run together: the more there are, the longer a step takes, and the more comes in it."""
         coming = sorted(((self.left(row.loads), place, row) for place, row in enumerate(rows)), key=lambda each: each[:2])
         tokens, count = 0, 0
         for number, (left, _, row) in enumerate(coming, 1):
@@ -170,14 +170,19 @@ class Below:
         return max((self.store.left(load) for load in loads if not load.done), default=0.0)
 
     def hold_up_nobody(self, turns: dict[Row, Turn], running: list[Row], loading: list[Row], budget: int) -> list[Loading]:
-        """Rows whose context is on its way wait for it beside the step, if there are others in it. Answers what the step waits for."""
+        """Rows whose context is on its way wait for it beside the step, if there are others in it, unless it should come in time; if that
+        does not, it is given up. Answers what the step waits for."""
         early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
-        going = early if len(early) == len(turns) else self._in_time(list(early), budget)
+        others = len(early) < len(turns)
+        going = self._in_time(list(early), budget) if others else early
         for row in [row for row in early if row not in going]:
             del turns[row]
             running.remove(row)
             loading.append(row)
-        return list(dict.fromkeys(load for row, loads in early.items() if row in turns for load in loads))
+        found = list(dict.fromkeys(load for row, loads in early.items() if row in turns for load in loads))
+        for load in [load for load in found if not load.done] if others else ():
+            load.hurry(self.store.speeds.grace(self.store.left(load)))
+        return found
 
     def wait(self, wanted: Sequence[Loading]) -> None:
         """Until the first of what is wanted has come up. If there is nothing: for pages that are filled for nobody, and not for long, since

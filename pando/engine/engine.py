@@ -211,13 +211,14 @@ class Engine:
         self.pins.reset()
 
     def _forward(self, schedule: Schedule) -> Tensor:
-        self.pool.arrivals, self.pool.departure = schedule.loads, None
+        self.pool.arrivals, self.pool.departure = (), None
         for copy in schedule.copies:
             self.pool.copy(copy.source, copy.target, copy.tokens)
         if self.store is not None:
             self.store.go(needed=bool(schedule.loads))
         for row in schedule.repairs:
             self.repairer.repair(row.tokens[: row.repaired_end], row.pages, row.imports, row.repaired)
+        self.pool.arrivals = schedule.loads  # which rows that are repaired do not read
         if not schedule.rows:
             if self.scheduler.starved and not self._is_moving:  # else there may be more room soon
                 self.pins.give_way()
@@ -259,7 +260,8 @@ class Engine:
         self.totals = self.totals.plus(self.facts)
         now = time.perf_counter()
         if self.store is not None and self.facts.tokens and not schedule.loads:
-            self.store.speeds.stepped(self.facts.tokens, now - max(flight.began, self._settled))
+            prompts = sum(count for count in schedule.counts if count > 1)
+            self.store.speeds.stepped(self.facts.tokens, prompts, now - max(flight.began, self._settled))
         self._settled = now
         for row, token in zip(schedule.ready, chosen, strict=True):
             answer = self.answers.get(row)

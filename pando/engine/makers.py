@@ -103,13 +103,6 @@ class Makers:
         brought = [maker for maker in makers if maker is not None and maker.brings and maker.load is not None and not maker.behind]
         return not row.repair and len(brought) == len(makers)
 
-    def may_lend(self, row: Row, below: Below | None, budget: int, *, alone: bool) -> bool:
-        """Can a row that lacks something be placed, and read it on its way? If nobody would wait for that who need not."""
-        if below is None or not self.are_coming(row):
-            return False
-        loads = [load for want in _lacking(row) if (load := self._making[want.name].load) is not None]
-        return alone or below.store.speeds.in_time(below.left(loads), min(row.behind, budget))
-
     def lend(self, row: Row) -> None:
         """A row that is placed reads what it lacks on its way. That counts as found."""
         self._tell_no_more(row)

@@ -147,7 +147,7 @@ class Scheduler:
             count = min(length - start, budget)
             if not count or row.stem is None or (row in flown and length >= row.last):
                 continue  # it has lost its pages to one before it, or comes to its end
-            if before is not None and not self._holding.give_room(row, start + count):
+            if before is not None and (row.loads or not self._holding.give_room(row, start + count)):
                 return None
             if start + count > len(row.pages) * size:
                 pressed = not self._make_room(row, start + count) or pressed
@@ -287,7 +287,7 @@ class Scheduler:
             if makers and all(maker.brings for maker in makers):
                 self.waiting.extendleft((row, *reversed(makers)))  # it comes again when they are on their way
                 continue
-            is_early = makers is not None and self.makers.may_lend(row, self.below, self.budget, alone=self._is_idle)
+            is_early = makers is not None and self._is_idle and self.makers.are_coming(row)
             if (makers is not None and not is_early) or self._holding.is_held(row, (*self.running, *self.loading)):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)

@@ -127,6 +127,10 @@ class Loading(Protocol):
         """Waits until it is done, or until it is late; says which."""
         ...
 
+    def hurry(self, seconds: float) -> None:
+        """It is late after so many seconds at most."""
+        ...
+
     def abandon(self) -> None:
         """Breaks it off. Its pages may be used for something else when it is done."""
         ...

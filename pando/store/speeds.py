@@ -9,9 +9,9 @@ WEIGHT = 0.2  # of the latest measurement of computing
 LATEST = 3  # loads from a tier, of which the middle one counts: one that was slow by chance does not, and two in a row do
 HOPE = 0.98  # what is left of a tier's time each time that it was too long
 CHOICE = 128  # tokens from which on it is worth a measurement to choose
-IN_TIME = 0.8  # of the time that a step takes: what comes within it holds up nobody
-MEASURED = 32  # tokens of a step from which on it tells how fast prompts are computed
-STEPS = 8  # of the latest steps the shortest tells how long one takes at least
+IN_TIME = 0.8  # of the time that a step is thought to take: what comes within it should hold up nobody
+MEASURED = 32  # tokens of prompts in a step, from which on it tells how fast they are computed
+STEPS = 8  # of the latest steps without any the shortest tells how long one takes at least
 LEAST, LONGER = 1.0, 2.0  # seconds that a load may take in any case; and how much longer than computing
 
 
@@ -36,10 +36,11 @@ class Speeds:
         """It would have taken at least that long. There is no doubt about it."""
         self._latest(tier).extend([moved.seconds / moved.size] * LATEST)
 
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Of a step of few tokens only its length is of use."""
-        self._steps.append(seconds)
-        if tokens >= MEASURED:
+    def stepped(self, tokens: int, prompts: int, seconds: float) -> None:
+        """A step of so many tokens, some of them of prompts: how long one takes that has none, and how soon those are computed."""
+        if not prompts:
+            self._steps.append(seconds)
+        elif prompts >= MEASURED:
             self.computed(tokens, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -60,9 +61,15 @@ class Speeds:
         return False
 
     def in_time(self, left: float, tokens: int) -> bool:
-        """Is what comes within so many seconds there while others and these tokens are computed? What is more must be there before: it is
-        CachedAttention's read buffer, whose size is the bandwidth times (T_load L_hist - T_pref L_new)."""
-        return left <= IN_TIME * max(min(self._steps, default=0.0), tokens * (self._per_token or 0.0))
+        """Will what comes within so many seconds be there while others and these tokens are computed? What is more must be there before: it
+        is CachedAttention's read buffer, whose size is the bandwidth times (T_load L_hist - T_pref L_new)."""
+        if self._per_token is None:
+            return not left
+        return left <= IN_TIME * max(min(self._steps, default=0.0), tokens * self._per_token)
+
+    def grace(self, left: float) -> float:
+        """Seconds that others wait for it at most, should it not be there then."""
+        return max(LEAST, LONGER * left)
 
     def patience(self, tokens: int) -> float | None:
         """Seconds after which so many tokens would long have been computed; None: nobody knows."""

@@ -13,7 +13,7 @@ import torch
 
 from pando.bench import codecs, preload, returning, rounding, saving, store
 from pando.bench import trial as trials
-from pando.bench.preload import AHEAD, FORMULA, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
+from pando.bench.preload import AHEAD, BESIDE, BESIDE_WAITING, FORMULA, LAYERED, POOL, READ_AHEAD, WAITING, Preload, Switched, Throttled
 from pando.bench.random_model import random_model
 from pando.bench.returning import Returning
 from pando.bench.saving import Saving
@@ -127,10 +127,10 @@ def test_every_load_is_measured_in_every_way(
     bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2, buffers=(1, 99)), tmp_path)  # it has fewer layers
     results = bench.results()
     assert {history: {way: len(each) for way, each in found.items()} for history, found in bench.samples.items()} == {
-        64: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2, "1 layers ahead": 2, FORMULA: 2},
-        128: {WAITING: 2, LAYERED: 2, AHEAD: 2, POOL: 2, "1 layers ahead": 2, FORMULA: 2},
+        history: dict.fromkeys((WAITING, LAYERED, AHEAD, POOL, BESIDE_WAITING, BESIDE, "1 layers ahead", FORMULA), 2)
+        for history in (64, 128)
     }
-    assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 8
+    assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 10
     judged = {result.case.rpartition(", ")[2] for result in results if result.target == ">= 50 %"}
     assert judged == (set() if bandwidth else {AHEAD, FORMULA}), "the figure is of a GPU, with host memory below it"
 
@@ -199,7 +199,7 @@ def test_the_command_runs_without_a_file_writes_its_samples_and_draws(tmp_path: 
     assert main(["bench", "store", *given, *kept]) == 0
     assert "from disk, after a restart" in capsys.readouterr().out
     cases = [result["case"] for result in json.loads((tmp_path / "s.json").read_text())["results"]]
-    assert len(cases) == 7 + 4
+    assert len(cases) == 7 + 6
     assert "tokens loaded" in (tmp_path / "s.svg").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.json", "s.svg"]
 

@@ -93,19 +93,28 @@ def test_a_read_buffer_holds_what_does_not_come_while_the_new_tokens_are_compute
     assert not found.in_time(0.5, TOKENS // 2)
 
 
-def test_a_step_takes_as_long_as_the_shortest_of_the_latest() -> None:
+def test_a_step_takes_as_long_as_the_shortest_of_the_latest_without_prompts() -> None:
     found = Speeds()
-    assert found.in_time(0.0, TOKENS) and not found.in_time(0.001, TOKENS), "nobody knows how long one takes"
+    assert found.in_time(0.0, 1) and not found.in_time(0.001, 1), "nobody knows how long one takes"
+    found.stepped(1, 0, 0.1)
+    assert not found.in_time(0.001, 1), "nor how long to wait for what does not come"
+    found.computed(1000, 0.001)
     for seconds in (0.001, *[0.1] * STEPS):
-        found.stepped(1, seconds)
+        found.stepped(40, 0, seconds)
+    found.stepped(41, 1000, 0.01)
     assert found.in_time(0.079, 1) and not found.in_time(0.081, 1)
-    found.stepped(1, 0.05)
+    found.stepped(1, 0, 0.05)
     assert not found.in_time(0.079, 1) and found.in_time(0.039, 1)
 
 
-def test_only_steps_of_many_tokens_tell_how_long_a_prompt_takes() -> None:
+def test_only_steps_of_many_tokens_of_prompts_tell_how_long_a_prompt_takes() -> None:
     found = Speeds()
-    found.stepped(MEASURED - 1, 1.0)
+    found.stepped(1000, 0, 1.0)
+    found.stepped(1000, MEASURED - 1, 1.0)
     assert found.patience(1000) is None
-    found.stepped(MEASURED, MEASURED * 0.1)
-    assert found.patience(1000) == LONGER * 100
+    found.stepped(MEASURED + 8, MEASURED, (MEASURED + 8) * 0.1)
+    assert found.patience(1000) == pytest.approx(LONGER * 100)
+
+
+def test_what_others_wait_for_has_twice_the_time_that_was_thought() -> None:
+    assert (Speeds().grace(0.01), Speeds().grace(100.0)) == (LEAST, LONGER * 100.0)
