@@ -82,7 +82,7 @@ class Waiting(Willing):
     """As if nothing came in time."""
 
     def in_time(self, left: float, tokens: int) -> bool:
-        return False
+        return not left
 
 
 class Throttled:

@@ -82,9 +82,10 @@ def ask(
     params, names = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), count()
     before = {str(next(names)): prompt for prompt in behind}
     asked = {str(next(names)): prompt for prompt in prompts}
-    others = [f"beside {next(names)}" for _ in beside]
-    for name, prompt in zip(others, beside, strict=True):
-        engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)))
+    others = {f"beside {next(names)}": prompt for prompt in beside}
+    endless = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    for name, prompt in others.items():
+        engine.add(Request(name, prompt, endless))
     for _ in range(ANSWERING if beside else 0):
         engine.step()
     for name, prompt in before.items():
@@ -99,6 +100,8 @@ def ask(
             heard, trial.paused = (now := time.perf_counter()), max(trial.paused, now - heard)
         for event in events:
             before.pop(event.request_id, None)
+            if event.request_id in others and event.finish_reason is not None:
+                engine.add(Request(event.request_id, others[event.request_id], endless))  # whoever is asked may take longer
             if event.request_id in asked:
                 trial.answers.setdefault(event.request_id, []).append(event.token)
                 if len(trial.answers[event.request_id]) == 1:
@@ -110,7 +113,7 @@ def ask(
         if not going:
             for name in others:
                 engine.cancel(name)
-            others = []
+            others = {}
         if behind and not before:
             start, behind = time.perf_counter(), ()
     return trial

@@ -151,23 +151,23 @@ class Below:
         return filled
 
     def arrived(self, loading: Sequence[Row], budget: int, *, alone: bool) -> list[Row]:
-        """Rows that can run, of those whose context is on its way: if it is there, or the rest of it comes in time, or if there are no
-        others, who are `alone` then."""
+        """Rows that can run, of those whose context is on its way: if it is there, or the rest of it should come in time. All, if they are
+        `alone`: nobody else would wait."""
         rows = [row for row in loading if not row.brings]
         return rows if alone else self._in_time(rows, budget)
 
     def _in_time(self, rows: Sequence[Row], budget: int) -> list[Row]:
         """Those that should hold up nobody, if they run together: the more there are, the longer a step takes, and the more comes in it."""
-        coming = sorted(((self.left(row.loads), place, row) for place, row in enumerate(rows)), key=lambda each: each[:2])
+        coming = sorted(((self._left(row), place, row) for place, row in enumerate(rows)), key=lambda each: each[:2])
         tokens, count = 0, 0
         for number, (left, _, row) in enumerate(coming, 1):
             tokens = min(tokens + row.behind, budget)
-            count = number if not left or self.store.speeds.in_time(left, tokens) else count
+            count = number if self.store.speeds.in_time(left, tokens) else count
         return [row for _, _, row in coming[:count]]
 
-    def left(self, loads: Sequence[Loading]) -> float:
-        """Seconds until all of it is there."""
-        return max((self.store.left(load) for load in loads if not load.done), default=0.0)
+    def _left(self, row: Row) -> float:
+        """Seconds until all that it reads is there."""
+        return max((self.store.left(load) for load in row.loads if not load.done), default=0.0)
 
     def hold_up_nobody(self, turns: dict[Row, Turn], running: list[Row], loading: list[Row], budget: int) -> list[Loading]:
         """Rows whose context is on its way wait for it beside the step, if there are others in it, unless it should come in time; if that

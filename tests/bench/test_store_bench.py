@@ -150,6 +150,17 @@ def test_what_is_loaded_may_be_modules(model: Model, tmp_path: Path) -> None:
     assert [result.case for result in results][:2] == [f"2 x 64 loaded in 3 modules, 8 new, {way}" for way in (LAYERED, AHEAD)]
 
 
+def test_others_are_answered_as_long_as_anyone_is_asked(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "LONG", 12)
+    engine, added = trials.opened(model, trials.Size(pool=2048, rows=2), None), list[str]()
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda request: (added.append(request.request_id), add(request)))
+    trial = trials.ask(engine, [trials.drawn(model, "asked", 8)], 40, beside=[trials.drawn(model, "beside", 8)])
+    assert [len(answer) for answer in trial.answers.values()] == [40] and trial.paused > 0
+    assert len(added) - 1 >= 40 // 12 and len({*added}) == 2 and not engine.has_work
+    engine.close()
+
+
 def test_what_was_asked_before_is_not_on_the_clock(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history, size = drawn(model, "history", 128), Size(pool=8192, kept=4096, rows=2, step=2048)
     first = opened(model, size, tmp_path)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from pando.engine.engine import Engine
 from pando.engine.request import Request, TokenEvent
-from pando.engine.row import Schedule
+from pando.engine.row import Row, Schedule
 from pando.kv.run import Origin, Run
 from pando.model.load import Model
 from pando.store.movers import Copy
 from pando.store.speeds import Speeds
 from pando.store.tier import Lost
+from pando.store.transfer import Load
 from tests.engine.test_store import ENOUGH, ask, cold, engine_of, settled, whole, words
 from tests.tiny import drain, greedy, run, tiny_model
 
@@ -72,6 +73,17 @@ def opened(model: Model, folder: Path, stop: int, *, overlap: bool = False) -> W
     return Watched(engine, stop)
 
 
+def begun(watched: Watched) -> Row:
+    """The row of a request for the prompt, when some of its layers have come."""
+    watched.engine.add(Request("r", PROMPT, greedy(6)))
+    watched.engine.step()
+    [row] = watched.engine.scheduler.loading
+    assert row.load is not None
+    while row.load.left(LAYERS) == math.inf:
+        time.sleep(0.001)
+    return row
+
+
 @pytest.fixture
 def once_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has begun to come comes in time."""
@@ -109,23 +121,22 @@ def test_it_waits_beside_the_steps_of_others_while_nothing_has_come(deep: Model,
     watched.engine.close()
 
 
-def test_it_waits_beside_the_steps_of_others_for_what_would_not_come_in_time(
-    deep: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("a_token", "joins"), [(10.0, True), (0.0001, False)])
+def test_whether_it_waits_beside_the_steps_of_others_depends_on_how_long_its_own_tokens_take(
+    deep: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a_token: float, joins: bool
 ) -> None:
     monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    monkeypatch.setattr(Speeds, "stepped", lambda *_: None)  # steps of this model tell nothing
     watched, now = opened(deep, tmp_path, stop=4), time.monotonic()
     assert watched.engine.store is not None
+    watched.engine.store.speeds = Speeds()
+    watched.engine.store.speeds.computed(1, a_token)
     watched.engine.store._now = lambda: now  # type: ignore[method-assign]
-    watched.engine.add(Request("r", PROMPT, greedy(6)))
-    watched.engine.step()
-    [row] = watched.engine.scheduler.loading
-    assert row.load is not None and row.load.begins_within(20)  # type: ignore[attr-defined]
-    while row.load.left(LAYERS) == math.inf:
-        time.sleep(0.001)
-    now += 0.9  # seconds that its layers have taken until now: not late, and far longer than a step
+    row = begun(watched)
+    now += 0.9  # seconds that its layers have taken until now: not late
     for _ in range(20):
         watched.engine.step()
-    assert not watched.early and watched.engine.scheduler.loading == [row]
+    assert bool(watched.early) == joins and (watched.engine.scheduler.loading == [row]) != joins
     watched.go.set()
     drain(watched.engine)
     whole(watched.engine)
@@ -136,10 +147,9 @@ def test_it_waits_beside_the_steps_of_others_for_what_would_not_come_in_time(
 def test_what_does_not_come_after_all_is_computed_and_costs_nobody_a_token(deep: Model, tmp_path: Path) -> None:
     watched = opened(deep, tmp_path, stop=4)
     watched.spoilt = True
-    told = watched.engine.answers
     watched.engine.add(Request("r", PROMPT, greedy(6)))
     events = drain(watched.engine)
-    assert [rows for rows, _ in watched.early] == [2] and not told
+    assert [rows for rows, _ in watched.early] == [2] and not watched.engine.answers
     assert [event.token for event in events["r", 0]] == cold(deep, PROMPT)
     assert events["r", 0][0].reuse.miss is not None and events["r", 0][0].reuse.miss.reason == "lost"
     assert [event.token for event in events["beside", 0]][-190:] == cold(deep, words(11, 5), 200)[-190:]
@@ -153,9 +163,8 @@ def test_modules_are_waited_for_beside_others_and_what_is_copied_for_their_reade
     module = Run(tuple(words(1, 24)), 0, Origin((), 7))
     engine = engine_of(deep, None, host_gib=ENOUGH, kv_cache_tokens=1024, overlap=overlap)
     said = tokens(run(engine, [Request("first", words(3, 9), greedy(6), runs=[module])])["first", 0])
-    asked = Request(
-        "r", [*words(3, 9), *said[:5], *words(5, 7)], greedy(6), runs=[module]
-    )  # it begins in the middle of a page of the first
+    own = [*words(3, 9), *said[:5], *words(5, 7)]  # of the first of them the tree has the beginning of a page
+    asked = Request("r", own, greedy(6), runs=[module])
     wanted = tokens(run(engine_of(deep, None, kv_cache_tokens=1024), [asked])["r", 0])
     settled(engine)
     engine.pages.give(engine.tree.evict(6))  # the module, which was used least recently
@@ -263,12 +272,7 @@ def test_a_repair_does_not_wait_for_what_comes_for_another(deep: Model, tmp_path
 
     monkeypatch.setattr(engine.repairer, "repair", noted)
     monkeypatch.setattr(engine, "_forward", stepped)
-    engine.add(Request("r", PROMPT, greedy(6)))
-    engine.step()
-    [row] = engine.scheduler.loading
-    assert row.load is not None
-    while row.load.left(LAYERS) == math.inf:
-        time.sleep(0.001)
+    begun(watched)
     engine.add(asked)
     events = drain(engine)
     assert repairs == [1], "the rest was let come when it was done"
@@ -280,14 +284,10 @@ def test_a_repair_does_not_wait_for_what_comes_for_another(deep: Model, tmp_path
 def test_nobody_can_tell_when_a_load_ends_that_failed(deep: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Speeds, "pays", lambda *_: True)
     watched = opened(deep, tmp_path, stop=4)
-    watched.engine.add(Request("r", PROMPT, greedy(6)))
-    watched.engine.step()
-    [row] = watched.engine.scheduler.loading
-    assert row.load is not None and row.load.begins_within(20)  # type: ignore[attr-defined]
-    while row.load.left(LAYERS) == math.inf:
-        time.sleep(0.001)
-    row.load.cut(0, Lost("corrupt"))  # type: ignore[attr-defined]
-    assert row.load.left(LAYERS) == math.inf
+    load = begun(watched).load
+    assert isinstance(load, Load)
+    load.cut(0, Lost("corrupt"))
+    assert load.left(LAYERS) == math.inf
     watched.go.set()
     drain(watched.engine)
     watched.engine.close()
