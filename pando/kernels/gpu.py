@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton as kernels
 from . import triton_ops as ops
-from .gpu_hopper import BESIDE, HOPPER, Hopper, found
-from .gpu_tiles import LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, wide
+from .gpu_hopper import BESIDE, Hopper, found
+from .gpu_tiles import HOPPER, LARGEST, LEAST_KEYS, Size, Tiles, keys_of, sizes, suited, wide
 from .launch import Launches, aligned, power_of_two
 from .reads import Ints, Reads, joined
 from .reference import Geometry
@@ -46,7 +46,11 @@ class Device(NamedTuple):
         if where.type != "cuda":
             return cls(where, 1, False)
         facts = torch.cuda.get_device_properties(where)
-        return cls(where, facts.multi_processor_count, facts.major >= 9)
+        return cls(where, facts.multi_processor_count, (facts.major, facts.minor) >= HOPPER)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.where) if self.where.type == "cuda" else HOPPER
 
     def launch(self, early: bool = True) -> dict[str, bool]:
         """What a launch is told that may begin while the one before it runs."""
@@ -58,7 +62,7 @@ class TritonLowering:
 
     def __init__(self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0) -> None:
         self._device, self._geometry, self._page_size = device, geometry, reads.page_size
-        self._large, self._small = (_suited(size, device.where) for size in sizes(geometry, dtype, reads, device.processors))
+        self._large, self._small = (suited(size, geometry, device.capability) for size in sizes(geometry, dtype, reads, device.processors))
         self._hopper = found(device.where, dtype, geometry, reads.page_size) if self._large == LARGEST else None
         self._keys = keys_of(geometry, dtype, reads.page_size)
         self._shape = geometry.heads, geometry.kv_heads, geometry.heads // geometry.kv_heads, geometry.head_dim, wide(geometry)
@@ -216,13 +220,6 @@ class TritonLowering:
             width, block = kv_heads * size, [self._keys, self._shape[-1]]
             self._descriptors[name] = hopper.descriptor(pool) if hopper else TensorDescriptor(pool, [slots, width], [width, 1], block)
         return self._descriptors[name]
-
-
-def _suited(size: Size, where: torch.device) -> Size:
-    """Before Hopper, two warps have no room for what a tile keeps in registers."""
-    if size.exact or where.type != "cuda" or torch.cuda.get_device_capability(where) >= HOPPER:
-        return size
-    return size._replace(warps=max(4, size.warps))
 
 
 def probe(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: int, states: torch.dtype | None = None) -> None:

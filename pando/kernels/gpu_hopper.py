@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .gpu_tiles import HOPPER
 from .reference import Geometry
 
 log = logging.getLogger(__name__)
 
-HOPPER = (9, 0)
 HEADS, PAGE = (64, 128), 64  # sizes that it is tried with
 BESIDE = 104  # registers of a small program's thread: each of a processor's schedulers has so many left, for one warp
 

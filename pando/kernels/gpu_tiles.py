@@ -18,6 +18,8 @@ KEYS, BLOCK_BYTES = 64, 16 * 1024  # keys looked at together, and the most bytes
 PIECES = np.arange(1, 129)  # that a read may be cut into
 SHORTEST = 128  # keys of a tile: fewer cost more in merging than they gain in company
 LARGEST_GROUP, LARGEST_HEAD = 128, 256
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+NARROW = 64 * 128  # numbers that a tile's rows have at most, where there is less of the memory that a processor's programs share
 
 # Costs, in keys that a small tile looks at in the same time. From timings of many cuts of many plans on an H200.
 MERGE = 128  # to merge at all
@@ -106,6 +108,16 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     looked = [int((-(-reads.brought // (size.rows // group))).dot(reads.tokens.astype(np.int64))) for size in (quick, large)]
     one = quick if looked[0] <= max(LITTLE * processors / heads, LESS * looked[1]) else large
     return one, one
+
+
+def suited(size: Size, geometry: Geometry, capability: tuple[int, int]) -> Size:
+    """Before Hopper, two warps have no room for what a tile keeps in registers; before Ampere, the largest tiles have none in the memory
+    that a processor's programs share."""
+    if size.exact or capability >= HOPPER:
+        return size
+    if capability < AMPERE and size.rows * wide(geometry) > NARROW:
+        size = LARGE._replace(rows=max(NARROW // wide(geometry), power_of_two(geometry.heads // geometry.kv_heads)), crowd=1)
+    return size._replace(warps=max(4, size.warps))
 
 
 @lru_cache(maxsize=256)
