@@ -74,9 +74,9 @@ class Engine:
             lower,
             cost=chosen_cost(model, config.attention, Shelf.of_user().home / "costs"),
         )
-        seen = self.store.tags.name if self.store is not None else None
+        seen, window = self.store.tags.name if self.store is not None else None, min(self.max_len, self.pages.count * config.page_size)
         self.admission = Admission(model, self.pages, self.max_len, config, self._alive, seen)
-        self.truncations = Truncations(self.tree, self.scheduler.below, self.max_len, self.scheduler.clock, self.admission.cannot_move)
+        self.truncations = Truncations(self.tree, self.scheduler.below, window, self.scheduler.clock, self.admission.cannot_move)
         self.cutting = Cutting(self.admission, self.truncations, self.scheduler.clock)
         captures = config.cuda_graphs and lower is not None and model.device.type == "cuda"
         self.graphs = on_cuda(model.decoder, self.pool, model.dtype) if captures else None

@@ -203,7 +203,7 @@ class LLM:
         return self._stream(self._request(self._conversation(messages, self.tokenizer.chat(messages), params, truncation), params))
 
     def _conversation(self, messages: Messages, text: str, params: SamplingParams, truncation: Truncating) -> _Given:
-        tokens, how, window = self.tokenizer.encode(text), _how(truncation), self.engine.max_len
+        tokens, how, window = self.tokenizer.encode(text), _how(truncation), self.engine.truncations.window
         if truncation == "auto" and len(tokens) + wanted_room(params.max_tokens, window) > window:
             how = of_conversation(lambda others: self.tokenizer.encode(self.tokenizer.chat(others)), messages, tokens)
         return _Given(tokens, truncation=how)

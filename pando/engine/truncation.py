@@ -84,7 +84,7 @@ class Truncations:
         ready: int = READY,
     ) -> None:
         """`never`: why no states of this model are ever moved. `ready`: tokens of layouts that are kept as they are."""
-        self._tree, self.below, self._window, self._clock, self._never = tree, below, window, clock, never
+        self._tree, self.below, self.window, self._clock, self._never = tree, below, window, clock, never
         self._notes: OrderedDict[Key, bytes] = OrderedDict()  # by the last whole page
         self._made: OrderedDict[bytes, Layout] = OrderedDict()  # by what is noted of them, which names all of their tokens
         self._room = ready  # tokens
@@ -112,15 +112,15 @@ class Truncations:
             page = self._tree.page_size
             inner = [(-(-start // page) * page, stop // page * page) for start, stop in asked.drop]
             return self._without(Layout(), list(asked.prompt), [span for span in inner if span[0] < span[1]], home)
-        room = 1 if asked.score else wanted_room(asked.params.max_tokens, self._window)
-        if asked.truncation is None or len(asked.prompt) + room <= self._window:
+        room = 1 if asked.score else wanted_room(asked.params.max_tokens, self.window)
+        if asked.truncation is None or len(asked.prompt) + room <= self.window:
             return None
         if asked.score:
             raise InvalidPrompt(SCORED)
         known = self._recall(asked.prompt, home, keys)
         lost = known is not None and not self._holds(known.runs, home)
         layout = known.computed() if known is not None and lost else known or Layout()
-        if layout.length(len(asked.prompt)) + room <= self._window:
+        if layout.length(len(asked.prompt)) + room <= self.window:
             return Cut(layout, "evicted" if lost else None)
         how = replace(asked.truncation, keep=max(asked.truncation.keep, asked.public))
         return self._again(layout, layout.left(asked.prompt), room, how, home)
@@ -128,12 +128,12 @@ class Truncations:
     def _again(self, layout: Layout, left: list[int], room: int, how: Truncation, home: Lineage) -> Cut:
         page = self._tree.page_size
         keep = -(-max(how.keep, FIRST) // page) * page
-        count = dropped(len(left), keep, room, how, self._window, page)
-        if len(left) - count >= self._window:
+        count = dropped(len(left), keep, room, how, self.window, page)
+        if len(left) - count >= self.window:
             first, others = min(keep, len(left)), max(0, len(left) - keep)
             what = f"what may be dropped of the other {others} does not make" if others else "there are no others that could make"
             raise PromptTooLong(
-                f"the first {first} tokens stay, and {what} room in a context of {self._window}; "
+                f"the first {first} tokens stay, and {what} room in a context of {self.window}; "
                 "shorten the system prompt or the last message"
             )
         return self._without(layout, left, [(keep, keep + count)], home)

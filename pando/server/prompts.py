@@ -66,8 +66,10 @@ class Prompts:
         schemas: Holdings,
         overflow: Overflow,
         max_len: int,
+        window: int,
     ) -> None:
-        self._tokenizer, self._template, self._schemas, self._max_len = tokenizer, template, schemas, max_len
+        """`window`: tokens beyond which a conversation that may be cut is."""
+        self._tokenizer, self._template, self._schemas, self._max_len, self._window = tokenizer, template, schemas, max_len, window
         self._overflow = overflow
         self._grammars, self._history, self._public = grammars, history, public
 
@@ -162,7 +164,7 @@ class Prompts:
         self, tokens: Sequence[int], messages: Sequence[Plain], definitions: Sequence[Plain] | None, max_tokens: int | None
     ) -> Truncation:
         """What of a conversation stays. One that fits is not rendered again to know."""
-        if len(tokens) + wanted_room(max_tokens, self._max_len) <= self._max_len:
+        if len(tokens) + wanted_room(max_tokens, self._window) <= self._window:
             return Truncation()
 
         def render(others: Sequence[Message]) -> list[int]:

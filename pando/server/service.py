@@ -170,7 +170,8 @@ class Service:
         self.schemas = self._holdings(engine, template)
         self.bytes_of = engine.bytes_of
         overflow = Overflow(self.config.truncation, engine.store.notes if engine.store is not None else None)
-        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), self.schemas, overflow, engine.max_len)
+        sizes = engine.max_len, engine.truncations.window
+        self.prompts = Prompts(tokenizer, template, grammars, self.history, Public(shared), self.schemas, overflow, *sizes)
         return engine
 
     def _holdings(self, engine: Engine, template: str | None) -> Holdings:

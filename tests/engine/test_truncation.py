@@ -17,7 +17,7 @@ from pando.engine.request import Request, SamplingParams, Span, Tenant, TokenEve
 from pando.engine.row import Schedule
 from pando.engine.sampler import Choices
 from pando.engine.truncation import Truncations, dropped
-from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from pando.errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
 from pando.kernels import reference
 from pando.kv.pages import Pages
 from pando.kv.pool import PagePool
@@ -385,6 +385,19 @@ def test_a_pool_without_room_for_what_was_dropped_is_no_reason_to_refuse() -> No
     told = talk.until_cut().reuse.truncated
     assert told is not None and told.recomputed == "pool"
     assert all(talk.turn().reuse.truncated for _ in range(10))
+
+
+def test_a_pool_smaller_than_the_context_is_the_window(model: Model) -> None:
+    talk = Talk(small(model, kv_cache_tokens=WINDOW, max_model_len=4 * WINDOW))
+    told = talk.until_cut().reuse.truncated
+    assert told is not None
+    prompt = talk.history[: -len(talk.said)]
+    left = [token for place, token in enumerate(prompt) if not any(start <= place < stop for start, stop in told.ranges)]
+    assert len(left) + len(talk.said) <= WINDOW
+    assert told.moved or talk.said == answer(small(model), ask("plain", left, how=None))
+    assert all(talk.turn().reuse.truncated for _ in range(10)) and len(talk.history) > WINDOW
+    with pytest.raises(PoolTooSmall, match="shorten the prompt"):
+        talk.engine.add(ask("whole", talk.history, how=None))
 
 
 def test_states_made_behind_states_made_behind_others_are_made_anew_before_the_pool_is_too_small_for_them_all() -> None:
