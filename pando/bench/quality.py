@@ -135,8 +135,8 @@ def split(text: str) -> list[str]:
     """The prompts of a file, each behind as many line breaks as there are lines before it: errors know the right line."""
     lines = text.splitlines(keepends=True)
     starts = [number for number, line in enumerate(lines) if line.startswith("<prompt")]
-    ends = [*starts[1:], len(lines)]
-    if starts and (stray := "".join(lines[: starts[0]]).strip()):
+    ends = [*starts[1:], len(lines)] if starts else []
+    if stray := "".join(lines[: starts[0]] if starts else lines).strip():
         raise InvalidPrompt(f"the file of prompts begins with {stray[:40]!r}; each prompt begins on a line that starts with <prompt")
     return ["\n" * start + "".join(lines[start:end]) for start, end in zip(starts, ends, strict=True)]
 
@@ -190,7 +190,7 @@ def _read(file: Path) -> Element:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"{file} cannot be read: {error}") from None
 

@@ -28,6 +28,7 @@ class Want:
     context: Lineage  # from where on it is made
     passing: bool = False  # needed to make another, and by nobody else: it is not kept
     exact: bool = True  # it was encoded behind what stands before it here
+    is_new: bool = False  # text of the prompt: nobody could have expected it to be there
     is_end: bool = False  # nothing follows it: its last token is computed with the row, which must answer it, and not read
 
     def __len__(self) -> int:
@@ -91,8 +92,8 @@ def wants(
         exact = exact and run.shift == 0 and not run.origin.before and run.origin.placed_digest == before.digest()
         if exact:
             before.update(run.digest)
-        passing = makes and given.origin is None
-        found.append(Want(run, lineage, keys[skipped:], context, passing, exact or given.origin is None))
+        is_new = given.origin is None
+        found.append(Want(run, lineage, keys[skipped:], context, makes and is_new, exact or is_new, is_new))
     return (*found[:-1], replace(found[-1], is_end=True)) if ends else tuple(found)
 
 

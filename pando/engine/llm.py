@@ -12,6 +12,7 @@ import torch
 from ..config import Attention, CodecName, Device, DType, EngineConfig, KVDType, PolicyName, Quantization
 from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
 from ..kv.run import Run
+from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from ..model.load import Model, load
 from .engine import Engine
@@ -22,7 +23,8 @@ from .schemas import Prompt, Schemas
 from .sizing import context_of
 from .truncation import of_conversation, wanted_room
 
-AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt  # text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}; PML
+# text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}; PML; a call of a program
+AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt | Written
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Truncating = Literal["auto", "disabled"] | Truncation  # auto: the oldest part of a prompt that does not fit is dropped
@@ -292,9 +294,9 @@ class LLM:
 
     def _encode(self, prompt: AnyPrompt) -> _Given:
         given: object = prompt
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, Prompt | Written):
             with self._lock:
-                return _Given(*self.schemas.parts(prompt))
+                return _Given(*self.schemas.parts(prompt if isinstance(prompt, Prompt) else self.schemas.made(prompt)))
         if isinstance(prompt, Mapping):
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
             if given is None:
@@ -343,7 +345,7 @@ def _how(truncation: Truncating) -> Truncation | None:
 def _several(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """One prompt or many? A list of whole numbers is one prompt of tokens."""
     if (
-        isinstance(prompts, str | bytes | Mapping | Prompt)
+        isinstance(prompts, str | bytes | Mapping | Prompt | Written)
         or not isinstance(prompts, Sequence)
         or (prompts and isinstance(prompts[0], int))
     ):
@@ -352,7 +354,7 @@ def _several(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
 
 
 def _text(prompt: AnyPrompt) -> str | None:
-    if isinstance(prompt, Prompt):
+    if isinstance(prompt, Prompt | Written):
         return prompt.pml
     if isinstance(prompt, Mapping):
         return prompt.get("prompt")

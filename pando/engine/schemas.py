@@ -14,6 +14,7 @@ from ..markup.binding import Bound
 from ..markup.library import Library
 from ..markup.outline import Encode
 from ..markup.pml import DEFAULT_LIMITS, Element, Limits
+from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from .engine import Engine
 from .repair import check_share
@@ -110,6 +111,11 @@ class Schemas:
             uses.prompts += 1
             uses.modules.update(bound.imported)
         return schema, bound
+
+    def made(self, written: Written) -> Prompt:
+        """Of a call of a program, whose schema is registered, if it is not yet."""
+        self.add(written.schema)
+        return Prompt(written.pml)
 
     def parts(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[Run, ...], int | None, float]:
         """A prompt as a request takes it: the new words at its end, what stands before them, their position, and its repair."""

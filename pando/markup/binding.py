@@ -14,7 +14,7 @@ from .outline import Item, Module, Param, Union, Words
 from .pml import DEFAULT_LIMITS, Element, Limits, Place, clipped, parse
 from .prompt import Begins, Ends, Import, New, Reading, Step, prompt_schema
 from .schema import ANONYMOUS, OPENING, Schema
-from .tokens import Role
+from .tokens import Role, told_roles
 
 NEW = "(prompt)"
 
@@ -74,6 +74,7 @@ class _Walk:
     history: list[str] = field(default_factory=list)  # of roles
     closed: str | None = None  # the role that ends where we are
     open_role: tuple[str, Role] | None = None  # of the prompt
+    inside: str | None = None  # the role of the schema that goes on where we are
     new_at: Place | None = None  # the new text behind the last run of the schema
 
     def prompt(self, steps: Sequence[Step]) -> None:
@@ -116,6 +117,10 @@ class _Walk:
             if cursor < target:
                 self._always(items[cursor:target], module)
                 cursor = target
+            if isinstance(step, Begins) and self.inside is not None:
+                target = self._end_of_role(items, cursor, steps[i:], step, free=free)
+                self._always(items[cursor:target], module)
+                cursor = target
             if isinstance(step, Import):
                 cursor += 0 if free else 1
                 self._scope(step.module, step.steps)
@@ -124,6 +129,14 @@ class _Walk:
                     self._go_to_end()
                 self._new(step)
         self._always(items[cursor:], module)
+
+    def _end_of_role(self, items: Sequence[Item], cursor: int, steps: Sequence[Step], begins: Begins, *, free: bool) -> int:
+        """Behind the text that ends the schema's role: it comes first, unless something is imported before that."""
+        ends = next((i + 1 for i in range(cursor, len(items)) if isinstance(item := items[i], Words) and item.inside is None), None)
+        imports = [] if free else [self.schema.places[step.module] for step in steps if isinstance(step, Import)]
+        if ends is None or any(place < ends for place in imports):
+            raise begins.at.wrong(f"<{begins.role}> stands here inside <{self.inside}> of the schema; move it out, roles do not nest")
+        return ends
 
     def _always(self, items: Sequence[Item], module: Module) -> None:
         for item in items:
@@ -140,6 +153,8 @@ class _Walk:
         if words.roles and self.open_role is not None:
             at, what = self.reading.imported.get(module, self.at), f"<{module.name}>" if module.name else "the schema"
             raise at.wrong(f"{what} has <{words.roles[0]}>, and stands here inside <{self.open_role[0]}>; move it out, roles do not nest")
+        if words.roles and words.behind != tuple(self.history):
+            self._check_roles(words, module)
         self.history += words.roles
         laid = self.schema.laid
         home = laid.home.get(words)
@@ -149,7 +164,19 @@ class _Walk:
             name = module.path if module.name else OPENING if home is laid.opening else ANONYMOUS
             self._place(run if run.position == start else run.moved(start), name)
             self.new_at = None
-        self.closed = words.closes
+        self.closed, self.inside = words.closes, words.inside
+
+    def _check_roles(self, words: Words, module: Module) -> None:
+        """They stand behind others than in the schema: a template may write them otherwise there."""
+        here, there, at = tuple(self.history), words.behind, self.reading.imported.get(module, self.at)
+        for name in words.roles:
+            if self.schema.roles.role(here, name, False, at) != self.schema.roles.role(there, name, False, at):
+                what = f"<{module.name}>" if module.name else "the schema"
+                raise at.wrong(
+                    f"{what} has <{name}>, which the model's chat template writes otherwise behind {told_roles(here)} than behind "
+                    f"{told_roles(there)}, as it stands in the schema; write that turn in the prompt"
+                )
+            here, there = (*here, name), (*there, name)
 
     def _start(self, fixed: int) -> int:
         """Where the next text of the schema stands. In a fixed layout it must not have been reached yet."""

@@ -19,6 +19,13 @@ from .outline import NAME, WORDS_OF_PML
 from .pml import Source, undented
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+HOLE = "\1"  # where an argument stands: no text has it
+
+
+def unwritable(text: str) -> str | None:
+    """What is wrong with a text that PML cannot hold."""
+    bad = _NOT_XML.search(text)
+    return f"the character U+{ord(bad[0]):04X}, which PML cannot hold; remove it" if bad else None
 
 
 @dataclass(frozen=True)
@@ -167,14 +174,18 @@ class Compiler:
             else:
                 parts.append(part)
         is_indented = re.match(r"[rRfFuU]*(\"\"\"|''')", ast.get_source_segment(self._source.text, node) or "")
-        for part in parts:
-            yield undented(part) if isinstance(part, str) and is_indented else part
+        if is_indented:  # as a whole: a line may begin or end in braces
+            texts = undented("".join(part if isinstance(part, str) else HOLE for part in parts)).split(HOLE)
+            held, parts = [part for part in parts if isinstance(part, Slot)], [texts[0]]
+            for slot, text in zip(held, texts[1:], strict=True):
+                parts += (slot, text)
+        yield from (part for part in parts if part != "")
 
     def _string(self, node: ast.expr) -> str:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             raise self.wrong("a value that is no string; write text in quotes", node)
-        if bad := _NOT_XML.search(node.value):
-            raise self.wrong(f"the character U+{ord(bad[0]):04X}, which PML cannot hold; remove it", node)
+        if bad := unwritable(node.value):
+            raise self.wrong(bad, node)
         return node.value
 
     def _braces(self, node: ast.FormattedValue, constants: Values, slots: _Names) -> str | Slot:
@@ -244,7 +255,12 @@ class Compiler:
         return Choice(tuple(arms), union=True)
 
     def _matches(self, subject: Callable[[Values], object], patterns: list[object] | None) -> Callable[[Values], object]:
-        return lambda values: patterns is None or subject(values) in patterns
+        """As Python does: True, False and None are themselves alone, and other constants whatever equals them."""
+
+        def matches(value: object) -> bool:
+            return any(value is one if one is None or isinstance(one, bool) else value == one for one in patterns or ())
+
+        return lambda values: patterns is None or matches(subject(values))
 
     def _patterns(self, pattern: ast.pattern) -> list[object] | None:
         """The values that a case is for; None: any."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from .pml import Element, Place, clipped
+from .pml import DEFAULT_LIMITS, Element, Place, clipped
 from .tokens import ROLES
 
 Layout = Literal["fixed", "compact"]
@@ -27,6 +27,8 @@ class Words:
     at: Place
     roles: tuple[str, ...] = ()  # that begin in it
     closes: str | None = None  # the role whose end is its end
+    inside: str | None = None  # the role that goes on behind it
+    behind: tuple[str, ...] = ()  # roles that stand before its first in the schema
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,8 @@ def named(element: Element) -> str:
     name = element.attributes.get("name", "").strip()
     if not name:
         raise element.wrong(f'<{element.name}> without a name; give it one, as in <{element.name} name="…">')
+    if len(name) > DEFAULT_LIMITS.name:
+        raise element.wrong(f"a name of {len(name):,} characters; at most {DEFAULT_LIMITS.name} are allowed")
     if not NAME.fullmatch(name):
         raise element.wrong(f"{clipped(name)!r} is no name; a letter or _ comes first, then letters, digits, _ . and -")
     if element.name == "module" and name in WORDS_OF_PML:

@@ -19,6 +19,8 @@ _ADVICE = {
     expat.errors.codes[expat.errors.XML_ERROR_UNDEFINED_ENTITY]: "there are only &lt; &gt; &amp; &quot; and &apos;",
     expat.errors.codes[expat.errors.XML_ERROR_JUNK_AFTER_DOC_ELEMENT]: "a document is one <schema> or one <prompt>",
     expat.errors.codes[expat.errors.XML_ERROR_NO_ELEMENTS]: "a document is one <schema> or one <prompt>",
+    expat.errors.codes[expat.errors.XML_ERROR_SYNTAX]: "a document is one <schema> or one <prompt>",
+    expat.errors.codes[expat.errors.XML_ERROR_BAD_CHAR_REF]: "XML cannot hold that character, not even by its number: remove it",
     expat.errors.codes[expat.errors.XML_ERROR_DUPLICATE_ATTRIBUTE]: "give each attribute once",
 }
 

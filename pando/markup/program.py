@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import overload
 from xml.sax.saxutils import escape, quoteattr
 
-from .compiler import Call, Choice, Compiled, Compiler, Len, Node, Slot
+from ..errors import InvalidPrompt
+from .compiler import Call, Choice, Compiled, Compiler, Len, Node, Slot, unwritable
 from .expressions import Values
 from .outline import Encode, Layout
 
@@ -22,6 +23,8 @@ class Prompt:
 
     def then(self, text: str) -> "Prompt":
         """The same, with new text at the end."""
+        if bad := unwritable(text):
+            raise InvalidPrompt(f"the text behind a prompt has {bad}")
         return replace(self, pml=self.pml.removesuffix("</prompt>") + _escaped(text) + "</prompt>")
 
 
@@ -47,6 +50,9 @@ class Program:
         except TypeError as error:
             raise self._wrong(f"{self.name}(): {error}; give it what its signature says") from None
         given.apply_defaults()
+        for name, value in given.arguments.items():
+            if bad := unwritable(str(value)):
+                raise self._wrong(f"the argument {name!r} of {self.name}() has {bad}")
         return Prompt(self.pml, f'<prompt schema="{self.name}" xml:space="preserve">{_imports(self._root, given.arguments)}</prompt>')
 
 

@@ -40,7 +40,7 @@ class _Scope:
     path: str
     encode: Encode
     cached: bool
-    in_role: bool = False
+    role: str | None = None
     takes: bool = False  # stands in a module that a prompt can give arguments
 
 
@@ -52,9 +52,11 @@ class _Draft:
     at: Place
     roles: list[str]
     closes: str | None
+    inside: str | None = None
+    behind: tuple[str, ...] = ()
 
     def words(self) -> Words:
-        return Words(tuple(self.tokens), self.at, tuple(self.roles), self.closes)
+        return Words(tuple(self.tokens), self.at, tuple(self.roles), self.closes, self.inside, self.behind)
 
 
 class Reader:
@@ -123,7 +125,8 @@ class Reader:
         for child in element.children:
             if isinstance(child, Text):
                 self._note("text", child.text)
-                _add(items, self._tokenizer.text(child.text), child.at)
+                if tokens := self._tokenizer.text(child.text):
+                    _add(items, tokens, child.at, inside=scope.role)
                 continue
             self._note("<", child.name, *(part for pair in sorted(child.attributes.items()) for part in pair))
             if child.name in ROLES:
@@ -140,13 +143,15 @@ class Reader:
 
     def _role(self, items: list[Item | _Draft], element: Element, scope: _Scope, history: list[str], opens: bool) -> None:
         checked(element)
-        if scope.in_role:
+        if scope.role is not None:
             raise element.wrong(f"<{element.name}> inside another role; close that one first")
         role = self._roles.role(tuple(history), element.name, opens, element.at)
         if self._roles.cuts > KEPT:
             raise element.wrong(f"roles stand in more than {KEPT} different orders; use fewer")
-        _add(items, role.before, element.at, opens=element.name)
-        self._fill(items, element, replace(scope, in_role=True), [*history, element.name], False)
+        draft = _add(items, role.before, element.at, opens=element.name, inside=element.name)
+        if len(draft.roles) == 1:
+            draft.behind = tuple(history)
+        self._fill(items, element, replace(scope, role=element.name), [*history, element.name], False)
         _add(items, role.after, element.at, closes=element.name)
         history.append(element.name)
 
@@ -157,7 +162,7 @@ class Reader:
             path=f"{scope.path}/{name}" if scope.path and name else name or scope.path,
             encode=choice(element, "encode", get_args(Encode), scope.encode),
             cached=choice(element, "cache", ("true", "false"), "true" if scope.cached else "false") == "true",
-            in_role=scope.in_role,
+            role=scope.role,
             takes=scope.takes or bool(name),
         )
         if "src" in element.attributes:
@@ -241,15 +246,21 @@ class Reader:
         return hashlib.sha256("".join(f"{len(fact)}:{fact}" for fact in self._facts).encode()).digest()
 
 
-def _add(items: list[Item | _Draft], tokens: Sequence[int], at: Place, opens: str | None = None, closes: str | None = None) -> None:
+def _add(
+    items: list[Item | _Draft],
+    tokens: Sequence[int],
+    at: Place,
+    opens: str | None = None,
+    closes: str | None = None,
+    inside: str | None = None,
+) -> _Draft:
     """Words that nothing stands between are one."""
     if not items or not isinstance(last := items[-1], _Draft):
-        if not tokens and not opens and not closes:
-            return
         items.append(last := _Draft([], at, [], None))
     last.tokens += tokens
     last.roles += [opens] if opens else []
-    last.closes = closes
+    last.closes, last.inside = closes, inside
+    return last
 
 
 def _misplaced(name: str, parent: str) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -81,10 +80,12 @@ class SchemaRoutes:
         try:
             left = eager and await unless_gone(request, self._encode(made, tenant)) is None
         except InputError:  # it cannot be encoded: whoever is told so need not delete it
-            self._undo(owner, made, is_new)
+            if is_new:
+                self.service.schemas.undo(owner, made)
             raise
         if left:
-            self._undo(owner, made, is_new)
+            if is_new:
+                self.service.schemas.undo(owner, made)
             return gone()
         return await self._shown(owner, made.name, tenant)
 
@@ -104,13 +105,6 @@ class SchemaRoutes:
         self.service.check_ready()
         self.service.schemas.remove(request.state.owner, name)
         return Response(encode(DeletedSchema(name=name, deleted=True)), media_type="application/json")
-
-    def _undo(self, owner: bytes, made: Schema, is_new: bool) -> None:
-        """A registration that did not come to its end leaves nothing, unless somebody else has used what it made."""
-        schemas = self.service.schemas
-        with suppress(UnknownSchema):  # it was deleted in the meantime
-            if is_new and not schemas.find(owner, made.name)[0].uses(made.name):
-                schemas.remove(owner, made.name)
 
     async def _encode(self, schema: Schema, tenant: Tenant) -> bool:
         """Some at a time, so that other requests come in between."""

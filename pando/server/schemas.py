@@ -1,6 +1,7 @@
 """The schemas that clients registered, each owner's for itself, and those of the operator, which everyone may use."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Holdings:
         self.common = make()
         self._owned: dict[bytes, Schemas] = {}
         self._sizes: dict[tuple[bytes, str], int] = {}  # bytes of PML
+        self._asked = Counter[tuple[bytes, str]]()  # how often each was registered
 
     # ---- the operator's
 
@@ -62,7 +64,14 @@ class Holdings:
         made = own.add(element, repair=repair)
         if is_new:
             self._sizes[owner, made.name] = len(pml)
+        self._asked[owner, made.name] += 1
         return made, is_new
+
+    def undo(self, owner: bytes, made: Schema) -> None:
+        """Takes back what `add` has made, unless somebody else has registered or used it."""
+        own, name = self._of(owner), made.name
+        if own.library.get(name) is made and self._asked[owner, name] == 1 and not own.uses(name):
+            self.remove(owner, name)
 
     def _check_room(self, owner: bytes, count: int, size: int) -> None:
         total = size + sum(size for (whose, _), size in list(self._sizes.items()) if whose == owner)
@@ -81,6 +90,7 @@ class Holdings:
                 raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only they can let go of it")
             raise UnknownSchema(name)
         self._sizes.pop((owner, name), None)
+        self._asked.pop((owner, name), None)
 
     def find(self, owner: bytes, name: str) -> tuple[Schemas, Schema]:
         for schemas in (self._of(owner), self.common):

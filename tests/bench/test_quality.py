@@ -141,6 +141,9 @@ def test_prompts_follow_one_another_and_errors_know_their_line() -> None:
 def test_text_before_the_first_prompt_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="begins with 'What"):
         split("What?\n" + PROMPTS)
+    with pytest.raises(InvalidPrompt, match="each prompt begins on a line that starts with <prompt"):
+        split("  <prompt/>")
+    assert split("") == split("\n \n") == []
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,19 @@ def test_a_module_at_many_positions_is_encoded_once_and_read_once(engine: Engine
     assert sum(stem.segment.tokens[:PAGE] == text[:PAGE] for stem in engine.tree.stems()) == 1
 
 
+def test_new_text_between_modules_is_no_miss(engine: Engine) -> None:
+    first, last = module(2, 21, 10), module(3, 6, 36)
+
+    def asked(name: str, seed: int) -> list[Run]:
+        return [OPENING, first, Run(words(seed, 5), 31), last]
+
+    before = run(engine, [ask("before", [OPENING, first])])["before", 0][-1].reuse
+    assert before.miss is not None and (before.miss.reason, before.miss.token) == ("cold", 0)
+    told = run(engine, [ask("last", asked("last", 70))])["last", 0][-1].reuse
+    assert told.miss is not None and (told.miss.reason, told.miss.token) == ("cold", 36), "the module, and not the text before it"
+    assert run(engine, [ask("again", asked("again", 71))])["again", 0][-1].reuse.miss is None
+
+
 def test_a_module_is_there_for_the_next_request_and_its_tokens_count_as_cached(engine: Engine) -> None:
     runs = [OPENING, module(2, 21, 10), module(3, 6, 31)]
     first = run(engine, [ask("first", runs)])["first", 0][-1]

@@ -1,6 +1,7 @@
 """Schemas through `LLM`: from PML to answers, and what of it is in the cache."""
 
 import threading
+from typing import Annotated
 
 import pytest
 
@@ -8,6 +9,7 @@ from pando import Prompt
 from pando.engine.request import Request, Tenant, TokenEvent
 from pando.errors import InvalidPrompt, MarkupError
 from pando.kv.run import Origin, Run
+from pando.markup.program import Len, program
 from pando.model.load import Model
 
 from ..tiny import greedy, run, tiny_engine, tiny_llm, tiny_model
@@ -183,3 +185,17 @@ def test_a_hole_in_a_fixed_layout_leaves_everything_else_where_it_was(positions:
     assert rome.position == len(opening) + len("Paris has a tower, a river and very many cats.")
     request = Request("x", llm.tokenizer.encode(" Hello", special=False), greedy(6), runs=[opening, rome], position=schema.laid.end)
     assert [event.token for event in run(tiny_engine(llm.engine.model), [request])["x", 0]] == output.outputs[0].token_ids
+
+
+def test_a_call_of_a_program_is_answered_as_the_prompt_that_it_makes() -> None:
+    @program
+    def trip(days: Annotated[str, Len(8)]):
+        """You plan."""
+        f" For {days} days."
+
+    llm = tiny_llm()
+    prompt = trip("3").then(" Begin.")
+    [answer, other] = llm.generate([prompt, trip("4")], greedy(4))
+    assert answer.prompt == prompt.pml and llm.schemas.names() == ["trip"]
+    [same] = llm.generate(Prompt(prompt.pml), greedy(4))
+    assert same.outputs[0].token_ids == answer.outputs[0].token_ids != other.outputs[0].token_ids

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import pytest
 
-from pando.errors import MarkupError
+from pando.errors import InvalidPrompt, MarkupError
 from pando.markup.binding import bind
 from pando.markup.program import Len, program
 
@@ -43,6 +43,44 @@ def test_a_string_in_triple_quotes_is_text_without_its_indentation():
         "\n  kept  \n"
 
     assert said(code()) == "def f():\n    return 1\n  kept  \n"
+
+
+def test_lines_that_begin_or_end_in_braces_stay_lines():
+    @program
+    def card(x: Annotated[str, Len(4)], y: Annotated[str, Len(4)]):
+        f"""
+        Name: {x}
+          City: {y}
+        {x}
+        Go.
+        """
+
+    assert said(card("Bob", "Rome")) == "Name: Bob\n  City: Rome\nBob\nGo."
+
+
+def test_a_case_of_true_is_not_for_one():
+    @program
+    def light(on: object):
+        match on:
+            case True:
+                "bright"
+            case 1:
+                "one"
+            case None:
+                "none"
+
+    assert [said(light(on)) for on in (True, 1, 1.0, None)] == ["bright", "one", "one", "none"]
+
+
+def test_characters_that_xml_cannot_hold_are_named():
+    @program
+    def echo(x: Annotated[str, Len(9)]):
+        f"Say {x}."
+
+    with pytest.raises(MarkupError, match=r"the argument 'x' of echo\(\) has the character U\+000C, which PML cannot hold; remove it"):
+        echo("a\fb")
+    with pytest.raises(InvalidPrompt, match=r"the text behind a prompt has the character U\+0000"):
+        echo("a").then("\0")
 
 
 def test_an_annotated_argument_in_braces_is_a_param():

@@ -83,6 +83,34 @@ def test_roles_do_not_nest():
         assert caught.value.message == message
 
 
+def test_a_role_of_the_schema_is_ended_before_one_of_the_prompt_begins():
+    known = schema(
+        '<schema name="s"><system>Be <union default="a"><module name="a">A</module><module name="b">B</module></union>.</system>'
+        '<module name="doc">D</module></schema>'
+    )
+    turn = "<start>user:DQ<end><start>assistant:"
+    assert text_of(prompt(known, "<b/><user><doc/>Q</user>")) == f"<start>system:Be B.<end>{turn}"
+    assert text_of(prompt(known, "<user><doc/>Q</user>")) == f"<start>system:Be .<end>{turn}", "a default is for encoding"
+    assert text_of(prompt(known, "<b/>!<user><doc/>Q</user>")) == f"<start>system:Be B!.<end>{turn}"
+    for inner in ("<user>Q<b/></user>", "<user>Q</user><b/><doc/>"):
+        with pytest.raises(MarkupError) as caught:
+            prompt(known, inner)
+        assert caught.value.message == "<user> stands here inside <system> of the schema; move it out, roles do not nest"
+
+
+def test_a_turn_that_the_template_writes_otherwise_behind_others_is_refused_where_it_is_imported():
+    turns = "".join(f'<module name="{name}"><user>{name}</user><assistant>!</assistant></module>' for name in "fg")
+    known = schema(f'<schema name="s"><system>S</system>{turns}</schema>', style="llama", bos=True)
+    assert text_of(prompt(known, "<g/>")) == "<s>[(SYS S SYS)g] !</s>"
+    with pytest.raises(MarkupError) as caught:
+        prompt(known, "<f/><g/><user>q</user>")
+    assert caught.value.message == (
+        "<g> has <user>, which the model's chat template writes otherwise behind <system> <user> <assistant> than behind <system>, "
+        "as it stands in the schema; write that turn in the prompt"
+    )
+    assert text_of(prompt(known, "<f/><user>q</user>")) == "<s>[(SYS S SYS)f] !</s><s>[q]"
+
+
 def test_the_answer_is_the_assistants_only_behind_a_user():
     assert text_of(prompt(schema(CHAT), "<user>Hi</user> Then")).endswith("<end> Then")
     assert text_of(prompt(schema(CHAT), "<assistant>Hi</assistant>")).endswith("assistant:Hi<end>")
