@@ -16,7 +16,7 @@ from .errors import InvalidOption
 from .kv.segment import Key
 from .model.shelf import Shelf
 from .server.tenants import Tenants
-from .store.fileformat import Header
+from .store.fileformat import VERSION, Header
 from .store.folder import Folder
 from .store.index import Entry
 from .store.keeper import end_parent
@@ -26,7 +26,7 @@ from .store.tier import Lost, Shape, tenant_tag
 
 SHOWN = 12  # characters of a key; a command takes as few as LEAST
 LEAST = 8
-BAD = 1  # the exit code of `verify`
+BAD = 1  # the exit code of `verify`, and of what could not be done
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 Out = Callable[[str], None]
@@ -52,7 +52,7 @@ def cache(arguments: argparse.Namespace, config: EngineConfig, out: Out = print,
         if shared is None:
             return _on_server(arguments, config, out)
         directory = shared
-    if not directory.is_dir():
+    if not (directory / f"v{VERSION}").is_dir():
         raise InvalidOption(f"nothing is kept in {directory}; name the directory of a server with --disk-dir, or of machines with --remote")
     with closing(Folder(directory, shared=arguments.remote is not None)) as folder:
         commands = {"ls": _ls, "stat": _stat, "verify": _verify, "purge": _purge, "pin": _pin, "unpin": _pin}
@@ -124,17 +124,19 @@ def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig,
 
 def _purge(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, now: float) -> Told:
     _check_choice(arguments)
-    before = folder.index.size()
-    if arguments.all:
-        names = list(folder.files())  # also those that no index can have
-        folder.forget()
-    else:
-        where, values = _condition(arguments, config, now)
-        names = [(entry.shape, entry.key) for entry in folder.entries(where, values)]
-        folder.forget(where, values)
-    removed = folder.purge(names)
-    size = before - folder.index.size()
-    return 0, {"pages": removed, "bytes": size}, [f"removed {pages_of(removed)}, {size_of(size)}"]
+    where, values = ("1", []) if arguments.all else _condition(arguments, config, now)
+    # of all, also those that no index can have
+    names = list(folder.files()) if arguments.all else [(entry.shape, entry.key) for entry in folder.entries(where, values)]
+    before = {name: folder.size(name) for name in names}
+    removed = folder.purge(names, where, values)
+    size = sum(before.values()) - sum(map(folder.size, names))
+    return _done(folder, f"removed {pages_of(removed)}, {size_of(size)}", {"pages": removed, "bytes": size})
+
+
+def _done(folder: Folder, said: str, facts: dict[str, object]) -> Told:
+    """Whoever removes what must not stay has to know where it does."""
+    lines = [f"not all could be done, run it again: {failure}" for failure in folder.failures]
+    return BAD if lines else 0, {**facts, "failures": folder.failures}, [said, *lines]
 
 
 def _check_choice(arguments: argparse.Namespace) -> None:
@@ -179,7 +181,7 @@ def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, no
             chosen |= {(one.shape, one.key): one for one in (*_back(entry, by_name), *ends)}
     folder.pin(chosen, arguments.action == "pin")
     size = sum(entry.size for entry in chosen.values())
-    return 0, {"pages": len(chosen), "bytes": size}, [f"{arguments.action}ned {pages_of(len(chosen))}, {size_of(size)}"]
+    return _done(folder, f"{arguments.action}ned {pages_of(len(chosen))}, {size_of(size)}", {"pages": len(chosen), "bytes": size})
 
 
 # ---- a server that speaks Redis' protocol

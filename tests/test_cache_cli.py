@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -262,6 +264,31 @@ def test_nothing_of_a_purged_tenant_stays_in_the_index(disk, told, tmp_path):
     assert found()
     assert told("purge", "--tenant", "mine")["pages"] == 1
     assert not found()
+
+
+def test_a_purge_that_could_not_be_finished_says_so(disk, pando, tmp_path, monkeypatch):
+    monkeypatch.setattr("pando.store.folder.PATIENCE", 0.05)
+    words = tuple(range(7_000_001, 7_000_009))
+    save(disk, card()._replace(tokens=words, tenant=tenant_tag(b"mine"), key=hashlib.sha256(b"secret").digest()), *chain(2))
+    path = tmp_path / "home/store/v1/index.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT COUNT(*) FROM pages").fetchone() == (3,)
+        code, out, _ = pando("purge", "--tenant", "mine")
+        assert code == 1 and out.startswith("removed 1 page, ") and "run it again: the index of" in out and "other processes read it" in out
+        reader.execute("COMMIT")
+    assert pando("purge", "--tenant", "mine")[:2] == (0, "removed 0 pages, 0 B\n")
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        code, out, _ = pando("purge", "--all", "--json")
+        told = json.loads(out)
+        assert (code, told["pages"]) == (1, 2) and told["bytes"] > 0 and "locked" in told["failures"][0]
+    assert pando("purge", "--all")[0] == 0 and pando("ls")[1].endswith("0 pages, 0 B\n")
+
+
+def test_a_directory_in_which_nothing_is_kept_stays_as_it_is(pando, tmp_path):
+    code, _, err = pando("ls", "--disk-dir", tmp_path)
+    assert code == 2 and "nothing is kept in" in err and not list(tmp_path.glob("v*"))
 
 
 # --- pin ---------------------------------------------------------------------------------------------------------------------------

@@ -212,10 +212,11 @@ class Below:
     # ---- keeping
 
     def keep(self, row: Row, start: int, stop: int) -> None:
-        """Pages that the tree has taken from a row outlive the pool from now on."""
+        """Pages that the tree has taken from a row outlive the pool from now on; and, when they are the row's first, those that it found
+        in the pool and that nobody keeps any more."""
         assert row.stem is not None
         self.rounded.look(row)
-        wanted = list(self._wanted(row, start, stop))
+        wanted = list(self._wanted(row, start if start * self.tree.page_size > (row.cached or 0) else 0, stop))
         for first in range(0, len(wanted), self.store.buffer):
             self._offer(row.stem, wanted[first : first + self.store.buffer], row.keys[:stop])
 

@@ -88,8 +88,7 @@ class Engine:
         self.steps = 0
         self.facts = self.totals = StepFacts()
         self._shared, self._seen = Shared(), 0  # of the last plan; tokens that the rows of the last step saw
-        self._token_bytes = self.pool.nbytes // self.pool.slots
-        self._attention = config.attention
+        self._token_bytes, self._attention = self.pool.nbytes // self.pool.slots, config.attention
         self._overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
         self._flight: Flight | None = None
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
@@ -343,6 +342,7 @@ class Engine:
         self.scheduler.clear_away()
         now, keys, home = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
         extend_keys(keys, home, tokens, self.pages.page_size)
+        self.pins.make_way(tenant, keys if automatic and is_cut else ())
         stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
         return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
 

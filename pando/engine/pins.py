@@ -69,6 +69,11 @@ class Pins:
         said = set(keys)
         return [pin for pin in self if pin.automatic and pin.tenant == tenant and pin.last in said]
 
+    def make_way(self, tenant: Tenant, keys: Sequence[Key]) -> None:
+        """Of a conversation that was cut: what the pin before holds leads along what was dropped, and what is left could not do without."""
+        for pin in self._yielding(tenant, keys):
+            self.drop(pin)
+
     def get(self, pin_id: str, owner: bytes) -> Pin | None:
         """A pin of this owner: another's does not exist for it."""
         pin = self._pins.get(pin_id)

@@ -143,23 +143,25 @@ class Truncations:
             return Cut(layout)
         if self._never is not None:
             return Cut(layout.without(ranges, ()), self._never)
-        held, diverges = self._held_behind(layout, left, home)
+        held, diverges, lost = self._held_behind(layout, left, home)
         pieces = layout.pieces(left, held)
         ranges = tuple((start, _begin(pieces, stop, self._tree.page_size)) for start, stop in ranges)
         moved = layout.moved(left, Move(ranges, held))
         if all(run.is_plain for run in moved.runs):  # nothing of what was encoded behind the dropped part
-            return Cut(layout.without(ranges, ()), "cold")
+            return Cut(layout.without(ranges, ()), "evicted" if lost else "cold")
         return Cut(moved, diverges=diverges)
 
-    def _held_behind(self, layout: Layout, left: list[int], home: Lineage) -> tuple[int, bool]:
-        """How many tokens behind the runs there are states of; and whether what is held goes on differently from there."""
+    def _held_behind(self, layout: Layout, left: list[int], home: Lineage) -> tuple[int, bool, bool]:
+        """How many tokens behind the runs there are states of; whether what is held goes on differently from there; and whether there were
+        more of them."""
         at, page, keys = layout.placed, self._tree.page_size, list[Key]()
         lineage = _behind(layout, home)
         extend_keys(keys, lineage, left[at:], page)
         chain = lineage, home.owner, keys, left[at:], len(left) - at - 1, at
         self._ask([chain])
         held, diverges = self._held(*chain)
-        return held - (held % page if held % page < WORTH_KEEPING else 0), diverges  # a shorter end is lost with the pool
+        lost = any(map(self._tree.was_evicted, keys[held // page :]))
+        return held - (held % page if held % page < WORTH_KEEPING else 0), diverges, lost  # a shorter end is lost with the pool
 
     def _holds(self, runs: Sequence[Run], home: Lineage) -> bool:
         """Are all of them in the tree, or in a tier below it that is worth the loading?"""

@@ -147,8 +147,7 @@ class DiskTier:
         self._folder.reconcile()
         found = self._folder.entries("tenant = ?", [tenant])
         self._forget([entry.key for entry in found])
-        self._folder.forget("tenant = ?", [tenant])
-        return self._folder.purge([(entry.shape, entry.key) for entry in found])
+        return self._folder.purge([(entry.shape, entry.key) for entry in found], "tenant = ?", [tenant])
 
     def make_room(self, bound: int, keep: Container[Key]) -> int:
         """Removes what is not in `keep` and not pinned, such as pages of other models and other processes, least recently used first, until
@@ -177,6 +176,10 @@ class DiskTier:
     def share(self, bound: int, keep: Container[Key], held: Sequence[Key]) -> list[Key]:
         """The bound is one for all processes that write here: makes room as above, and answers which of the pages that the caller holds are
         not there any more, whoever removed them."""
+        if self._folder.renew():
+            with self._lock:
+                self._last, self._changes, self._shared_at = 0, -1, -1
+            self._refresh()
         removed = self.make_room(bound, keep)
         with self._folder.hint():
             changes, before = self._folder.index.changes(), self._shared_at

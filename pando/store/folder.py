@@ -29,6 +29,7 @@ from .tier import Lost, NoRoom
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 2.0  # seconds for which others who read the index are waited for
 JOURNAL = 2**23  # bytes that must be free for it to grow as it likes: SQLite empties it at 4 MiB
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _MAY_BE_SOUND = {
@@ -54,7 +55,8 @@ class Folder:
         self._making = _making(directory)
         self._shared = shared
         self._clock = clock
-        self._told: set[str] = set()
+        self._told: dict[str, str] = {}  # by kind
+        self._inode: int | None = None  # of the index
         self._unindexed: list[tuple[Header, float]] = []  # written, while the index could not be
         self._lock = threading.Lock()
         try:
@@ -82,6 +84,13 @@ class Folder:
             return os.stat(self.path(name)).st_size == size
         except OSError:
             return False
+
+    def size(self, name: Name) -> int:
+        """Bytes of its file; 0 where there is none."""
+        try:
+            return os.stat(self.path(name)).st_size
+        except OSError:
+            return 0
 
     def write(self, header: Header, layers: Sequence[memoryview], *, gives_way: bool = False) -> None:
         """Keeps a page, in place of what has its name; raises Lost. `gives_way`: where there is no room, the caller lets others go."""
@@ -141,23 +150,29 @@ class Folder:
             self.index.remove(names)
         return removed
 
-    def purge(self, names: Collection[Name]) -> int:
-        """The same, and nothing of them stays in the files of the index."""
+    def purge(self, names: Collection[Name], where: str, values: Sequence[object]) -> int:
+        """The same, with the notes that a condition in SQL chooses, and nothing of them stays in the files of the index. What could not be
+        done is in `failures`."""
         removed = self.remove(names)
         with self.hint():
-            self.index.settle()
+            self.index.forget(where, values)
+            self.index.settle(PATIENCE)
         return removed
 
-    def forget(self, where: str = "1", values: Sequence[object] = ()) -> None:
-        """The notes that a condition in SQL chooses."""
-        with self.hint():
-            self.index.forget(where, values)
+    @property
+    def failures(self) -> list[str]:
+        """What could not be removed or written since it was opened: the first of each kind."""
+        return [self._told[kind] for kind in ("remove", "pin", "index", "hint") if kind in self._told]
 
     def pin(self, names: Collection[Name], pinned: bool) -> None:
         """They stay, whatever their age. The file says so, too, by being for reading alone: so a new index knows it."""
         for name in names:
-            with suppress(OSError):  # it is not there, or someone else's
+            try:
                 self.path(name).chmod(0o400 if pinned else 0o600)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._tell("pin", f"{self.path(name)} cannot be {'' if pinned else 'un'}pinned ({error.strerror or error})")
         with self.hint():
             self.index.pin(names, pinned)
 
@@ -208,8 +223,25 @@ class Folder:
         return self._reconciled(self._open_index(path))
 
     def _open_index(self, path: Path) -> Index:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite would let others read it
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # SQLite would let others read it
+        self._inode = os.fstat(file).st_ino
+        os.close(file)
         return Index(path, shared=self._shared)
+
+    def renew(self) -> bool:
+        """Opens the index anew where somebody has removed or replaced its file: nobody else would see what is written to the old one."""
+        before, path = self.index, self.root / "index.sqlite"
+        try:
+            if self._inode is None or (path.exists() and os.stat(path).st_ino == self._inode):
+                return False
+            with self._alone():
+                self.index = self._indexed()
+        except (OSError, sqlite3.Error) as error:
+            self._tell("renew", f"{path} is gone, and cannot be opened anew ({error})")
+            return False
+        before.close()
+        self._tell("renewed", f"{path} was removed or replaced, and is opened anew")
+        return True
 
     def reconcile(self) -> None:
         with self.hint():
@@ -271,7 +303,7 @@ class Folder:
 
     def _tell(self, kind: str, text: str) -> None:
         if kind not in self._told:
-            self._told.add(kind)
+            self._told[kind] = text
             log.warning("%s; further ones like it are not logged", text)
 
 

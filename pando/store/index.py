@@ -6,6 +6,7 @@ Beside that it has notes, small records under keys like those of pages: whoever 
 import sqlite3
 import struct
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -161,9 +162,14 @@ class Index:
     def remove(self, names: Iterable[Name]) -> None:
         self._write("DELETE FROM pages WHERE shape = ? AND key = ?", names)
 
-    def settle(self) -> None:
-        """Empties the journal, which still has what was removed."""
-        self._read("PRAGMA wal_checkpoint(TRUNCATE)")
+    def settle(self, patience: float | None = None) -> None:
+        """Empties the journal, which still has what was removed. Where others read it, it cannot be emptied: `patience` is how many seconds
+        that is tried before it is an error."""
+        end = time.monotonic() + (patience or 0)
+        while self._read("PRAGMA wal_checkpoint(TRUNCATE)")[0][0] and patience is not None:
+            if time.monotonic() > end:
+                raise sqlite3.OperationalError("other processes read it")
+            time.sleep(0.02)
 
     def touch(self, names: Iterable[Name], now: float) -> None:
         self._write("UPDATE pages SET used = ? WHERE shape = ? AND key = ?", ((now, *name) for name in names))

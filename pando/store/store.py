@@ -30,6 +30,7 @@ from .sharing import Sharing
 from .speeds import Moved, Speeds
 from .tier import Card, Lost, Tags, Tier
 from .transfer import Load, Transfer
+from .untaken import Untaken
 from .worker import Worker, stop, tried
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,9 @@ class Store:
         self._offers: deque[Offer] = deque()
         self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
         self._leaving = self._writing = 0  # pages; those that are written are counted once for each tier
-        self._unwritten: Counter[Key] = Counter()  # the same, by page
+        self._unwritten, self._untaken = Counter[Key](), Untaken()  # the same, by page; and those that were not taken
         self._free: list[Stem] = []  # stems that need not stay any longer
-        self._queued: set[Key] = set()  # pages that were offered and are not kept yet
-        self._raising: set[Key] = set()
+        self._queued, self._raising = set[Key](), set[Key]()  # pages that were offered and are not kept yet; and those that come up
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
@@ -258,9 +258,8 @@ class Store:
 
     def _begin(self, offer: Offer) -> None:
         kept = self._keep("host", offer.chain, {card.key for card in offer.cards})
-        passing = bool(self.below)  # what host memory has no lasting place for passes through it
-        going = [(card, page) for card, page in offer.pages if passing or card.key in kept]
-        self._not_saved([] if passing else [card for card in offer.cards if card.key not in kept], "full")
+        going = [each for each in offer.pages if self.below or each[0].key in kept]  # without a lasting place it passes through
+        self._not_saved([] if self.below else [card for card in offer.cards if card.key not in kept], "full")
         if not going:
             self._free.append(offer.stem)
             return
@@ -276,8 +275,7 @@ class Store:
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter."""
         kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._clock(), only)
-        if kept.moves:
-            self._move(kept.moves)
+        self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
 
@@ -321,9 +319,8 @@ class Store:
 
     def _written(self, tier: Tier, chain: Sequence[Key], card: Card, lost: Lost | None, again: bool) -> None:
         self._writing -= 1
-        self._unwritten[card.key] -= 1
-        if not self._unwritten[card.key]:
-            del self._unwritten[card.key]
+        if left := self._unwritten.pop(card.key) - 1:
+            self._unwritten[card.key] = left
         self.ledger.unpin([card.key])
         self.counts.saved[tier.name] += lost is None
         self.ledger.drop([card.key] if lost is not None else [], tier.name)
@@ -331,6 +328,9 @@ class Store:
             self._write(tier, chain, [card], again=True)
         elif lost is not None:
             self.counts.unsaved[lost.reason] += 1
+            self._untaken.note(tier.name, card, lost)
+        elif missing := self._untaken.again(tier.name, chain, lambda key: self.ledger.has(key, "host")):
+            self._write(tier, chain, missing)
         self._passed([card.key])
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:

@@ -664,6 +664,59 @@ def test_states_that_are_no_numbers_are_not_found_while_they_are_removed(tmp_pat
     engine.close()
 
 
+def test_a_beginning_that_nobody_keeps_any_more_is_kept_again_while_the_pool_has_it(model: Model, tmp_path: Path) -> None:
+    engine, prompt = engine_of(model, tmp_path, ttl=60, kv_cache_tokens=960, host_gib=ENOUGH), words(27, 60)
+    store = engine.store
+    assert store is not None
+    start = store._clock()
+    store._clock = lambda: start  # type: ignore[method-assign]
+    ask(engine, prompt)
+    settled(engine)
+    store._clock = lambda: start + 61  # type: ignore[method-assign]
+    longer = [*prompt, *words(28, 20)]
+    assert ask(engine, longer)[0].reuse.tiers == {}, "it is still in the pool"
+    evict(engine)
+    event = ask(engine, longer)[0]
+    assert event.num_cached_tokens >= len(longer) - PAGE and sum(event.reuse.tiers.values()) == event.num_cached_tokens
+    whole(engine)
+    engine.close()
+
+
+class Stubborn(Faulty):
+    """A tier that takes nothing for a while."""
+
+    refuses = True
+
+    def _fails(self) -> bool:
+        return False
+
+    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
+        if self.refuses:
+            raise Lost("unreadable", "it is somewhere else")
+        self.inner.save(card, layers)
+
+
+def test_what_a_tier_did_not_take_it_gets_with_what_is_saved_behind_it(model: Model, tmp_path: Path) -> None:
+    engine, prompt = engine_of(model, tmp_path, kv_cache_tokens=960, host_gib=ENOUGH), words(29, 60)
+    store = engine.store
+    assert store is not None
+    stubborn = Stubborn(store.below[0], random.Random(0), 0.0)
+    store.below = (stubborn,)
+    store.transfer.tiers["disk"] = stubborn
+    ask(engine, prompt)
+    settled(engine)
+    assert store.counts.unsaved["unreadable"] == store.counts.saved["host"] > 0 == store.counts.saved["disk"]
+    stubborn.refuses = False
+    longer = [*prompt, *words(30, 40)]
+    said = tokens_of(engine, longer)
+    settled(engine)
+    engine.close()
+    other = engine_of(model, tmp_path, host_gib=ENOUGH)
+    event = ask(other, longer)[0]
+    assert event.reuse.tiers.get("disk", 0) >= len(longer) - PAGE and tokens_of(other, longer) == said
+    other.close()
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_nobody_used_for_too_long_is_not_found_any_more(model: Model, tmp_path: Path, quick: bool) -> None:
     """Also where nothing was kept since, and before it is removed."""

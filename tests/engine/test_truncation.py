@@ -408,6 +408,17 @@ def test_states_made_behind_states_made_behind_others_are_made_anew_before_the_p
     assert set(reasons) == {None, "pool"} and reasons.count("pool") < len(reasons) / 4
 
 
+def test_the_first_cut_after_an_eviction_says_that_there_were_states(model: Model) -> None:
+    talk = Talk(small(model))
+    while True:
+        talk.engine.clear_cache()
+        if (event := talk.turn()).reuse.truncated is not None:
+            break
+    assert event.reuse.truncated.recomputed == "evicted"
+    cold = events(small(model), ask("cold", talk.history))[-1].reuse.truncated
+    assert cold is not None and cold.recomputed == "cold"
+
+
 def test_after_eviction_a_conversation_is_computed_again_and_goes_on(model: Model) -> None:
     talk = Talk(small(model))
     first = talk.until_cut().reuse.truncated
@@ -858,6 +869,7 @@ def test_the_pin_of_a_turn_gives_way_to_that_of_the_next_however_the_conversatio
         pin = engine.pin(talk.history, Tenant(), 0, 60, automatic=True, is_cut=cut is not None)
         assert pin.tokens == len(talk.history) - (cut.dropped if cut is not None else 0) - 1, "the last token has no states yet"
         assert list(engine.pins) == [pin]
+        assert len(pin.pages) <= engine.pages.needed(pin.tokens) + 2, "of what was dropped nothing is held; there may be two unfilled pages"
     assert cuts > 4
     engine.clear_cache()
     again = events(engine, ask("again", talk.history))

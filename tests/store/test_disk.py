@@ -247,6 +247,21 @@ def test_what_another_process_drops_is_absent_and_can_be_saved_again(make):
     assert read(other.open(one.key)) == data(one)
 
 
+def test_an_index_that_somebody_removed_is_made_anew_for_all(tmp_path, make):
+    mine, cards = make(), chain(6)
+    save(mine, *cards[:3])
+    for file in (tmp_path / "kv/v1").glob("index.sqlite*"):
+        file.unlink()
+    other = make()
+    assert other.look(keys(cards)) == 3, "it is made from the files"
+    save(mine, cards[3])
+    assert mine.share(2**40, (), keys(cards[:4])) == []
+    save(mine, *cards[4:])
+    assert other.look(keys(cards)) == 6 and mine.size == other.size
+    page = other.size // 6
+    assert len(mine.share(2 * page, (), keys(cards))) == 4 and other.size == 2 * page
+
+
 def test_processes_and_threads_write_at_once(tmp_path, make):
     work = f"""
 import threading

@@ -1,0 +1,30 @@
+"""Pages that a tier did not take although host memory has them.
+
+Nobody offers them again, since they are kept: but what is saved behind them would be of no use in that tier without them. So they are
+written when it takes another page of their chain.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from ..kv.segment import Key
+from .tier import Card, Lost
+
+MOST = 4096
+
+
+class Untaken:
+    def __init__(self) -> None:
+        self._cards: OrderedDict[tuple[str, Key], Card] = OrderedDict()
+
+    def note(self, tier: str, card: Card, lost: Lost) -> None:
+        """Where there was no room, there will be none for it either."""
+        if lost.reason != "full":
+            self._cards[tier, card.key] = card
+        if len(self._cards) > MOST:
+            self._cards.popitem(last=False)
+
+    def again(self, tier: str, chain: Sequence[Key], has: Callable[[Key], bool]) -> list[Card]:
+        """Those of a chain, in its order, that are still there; they are forgotten, until they fail again."""
+        found = [self._cards.pop((tier, key), None) for key in chain] if self._cards else []
+        return [card for card in found if card is not None and has(card.key)]
