@@ -56,7 +56,7 @@ class Admission:
         imported = len(prompt) - ends
         prompt[imported:] = compact(own)
         check(params, self._model.config.vocab_size)
-        last = self.last(own, params.max_tokens, at, self.pages_of(before))
+        last = self.last(own, params.max_tokens, at, self.pages_of(before), is_cut=cut is not None and not before)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         lineage = self.lineage(request.tenant, request.public)
         tenant = lineage.owner
@@ -200,12 +200,13 @@ class Admission:
                 f"shorten the prompt by {length - self._max_len + 1} tokens{way}"
             )
 
-    def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int) -> int:
-        """How long prompt and answer may become together, from a position on and beside so many pages of what stands before."""
+    def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int, *, is_cut: bool = False) -> int:
+        """How long prompt and answer may become together, from a position on and beside so many pages of what stands before. `is_cut`: so
+        that they fit, and as with the context, an answer may then be shorter than it was asked for."""
         slots = (self._pages.count - taken) * self._pages.page_size
         room = self._max_len - at
         last = room if max_tokens is None else min(room, len(prompt) + max_tokens)
-        if max_tokens is None and len(prompt) < slots:
+        if (max_tokens is None or is_cut) and len(prompt) < slots:
             return min(last, slots)
         if last > slots:
             needed, way = last + taken * self._pages.page_size, "lower max_tokens" if len(prompt) < slots else "shorten the prompt"

@@ -213,10 +213,11 @@ class Below:
 
     def keep(self, row: Row, start: int, stop: int) -> None:
         """Pages that the tree has taken from a row outlive the pool from now on; and, when they are the row's first, those that it found
-        in the pool and that nobody keeps any more."""
+        in the pool, if nobody keeps their beginning any more. Without later ones there was only no room for these."""
         assert row.stem is not None
         self.rounded.look(row)
-        wanted = list(self._wanted(row, start if start * self.tree.page_size > (row.cached or 0) else 0, stop))
+        is_first = start * self.tree.page_size <= (row.cached or 0) - row.had
+        wanted = list(self._wanted(row, 0 if is_first and self.store.wanted(row.keys[0]) else start, stop))
         for first in range(0, len(wanted), self.store.buffer):
             self._offer(row.stem, wanted[first : first + self.store.buffer], row.keys[:stop])
 

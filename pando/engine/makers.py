@@ -90,7 +90,7 @@ class Makers:
                 maker = self.begin(row.tenant, want, row.arrival, None if row.is_shunned else below, now)
                 maker.is_shunned = row.is_shunned
                 found.append(maker)
-                if maker.ended is not None and row.miss == (cold := self.miss(row, want)):
+                if maker.ended is not None and row.miss in (None, cold := self.miss(row, want)):
                     row.miss = Miss(maker.ended, cold.token)
             else:
                 found += self._forward(maker)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ..errors import InvalidPrompt
 from ..kv.run import Run
@@ -67,6 +67,7 @@ class Schemas:
         self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len, limits=limits)
         self._uses = defaultdict[str, _Uses](_Uses)
         self._repairs = WeakKeyDictionary[Schema, float]()  # where one was given
+        self._written = WeakValueDictionary[str, Schema]()  # by their texts
         self._lock = threading.Lock()
 
     def add(
@@ -114,7 +115,9 @@ class Schemas:
 
     def made(self, written: Written) -> Prompt:
         """Of a call of a program, whose schema is registered, if it is not yet."""
-        self.add(written.schema)
+        known = self._written.get(written.schema)
+        if known is None or self.library.get(known.name) is not known:
+            self._written[written.schema] = self.add(written.schema)
         return Prompt(written.pml)
 
     def parts(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[Run, ...], int | None, float]:

@@ -14,7 +14,7 @@ from .outline import Item, Module, Param, Union, Words
 from .pml import DEFAULT_LIMITS, Element, Limits, Place, clipped, parse
 from .prompt import Begins, Ends, Import, New, Reading, Step, prompt_schema
 from .schema import ANONYMOUS, OPENING, Schema
-from .tokens import Role, told_roles
+from .tokens import MAX_ROLES, Role, told_roles
 
 NEW = "(prompt)"
 
@@ -117,7 +117,7 @@ class _Walk:
             if cursor < target:
                 self._always(items[cursor:target], module)
                 cursor = target
-            if isinstance(step, Begins) and self.inside is not None:
+            if isinstance(step, Begins) and self.inside is not None and not (free and cursor == len(items)):
                 target = self._end_of_role(items, cursor, steps[i:], step, free=free)
                 self._always(items[cursor:target], module)
                 cursor = target
@@ -169,7 +169,7 @@ class _Walk:
     def _check_roles(self, words: Words, module: Module) -> None:
         """They stand behind others than in the schema: a template may write them otherwise there."""
         here, there, at = tuple(self.history), words.behind, self.reading.imported.get(module, self.at)
-        for name in words.roles:
+        for name in words.roles if len(here) + len(words.roles) <= MAX_ROLES else ():
             if self.schema.roles.role(here, name, False, at) != self.schema.roles.role(there, name, False, at):
                 what = f"<{module.name}>" if module.name else "the schema"
                 raise at.wrong(

@@ -196,7 +196,10 @@ class Compiler:
             if inner.id not in self.params:
                 raise self.wrong(f"{inner.id!r} has no length; annotate it: {inner.id}: Annotated[str, Len(10)]", node)
             return Slot(slots.new(inner.id, "argument"), inner.id)
-        return str(self._constant(inner, constants))
+        text = str(self._constant(inner, constants))
+        if bad := unwritable(text):
+            raise self.wrong(bad, node)
+        return text
 
     def _constant(self, node: ast.expr, constants: Values) -> object:
         known = self._constants(constants)

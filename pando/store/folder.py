@@ -234,12 +234,13 @@ class Folder:
         try:
             if self._inode is None or (path.exists() and os.stat(path).st_ino == self._inode):
                 return False
+            before.close()  # first: of two that are open SQLite would cut the shared memory of one
             with self._alone():
                 self.index = self._indexed()
         except (OSError, sqlite3.Error) as error:
+            self._inode = -1  # no file's: it is tried again
             self._tell("renew", f"{path} is gone, and cannot be opened anew ({error})")
             return False
-        before.close()
         self._tell("renewed", f"{path} was removed or replaced, and is opened anew")
         return True
 

@@ -329,7 +329,7 @@ class Store:
         elif lost is not None:
             self.counts.unsaved[lost.reason] += 1
             self._untaken.note(tier.name, card, lost)
-        elif missing := self._untaken.again(tier.name, chain, lambda key: self.ledger.has(key, "host")):
+        elif missing := self._untaken.again(tier.name, chain, card.key, lambda key: self.ledger.has(key, "host")):
             self._write(tier, chain, missing)
         self._passed([card.key])
 

@@ -24,7 +24,10 @@ class Untaken:
         if len(self._cards) > MOST:
             self._cards.popitem(last=False)
 
-    def again(self, tier: str, chain: Sequence[Key], has: Callable[[Key], bool]) -> list[Card]:
-        """Those of a chain, in its order, that are still there; they are forgotten, until they fail again."""
-        found = [self._cards.pop((tier, key), None) for key in chain] if self._cards else []
+    def again(self, tier: str, chain: Sequence[Key], taken: Key, has: Callable[[Key], bool]) -> list[Card]:
+        """When the last page of a chain was taken, those of it, in its order, that were not and are still there; they are forgotten, until
+        they fail again."""
+        if self._cards:
+            self._cards.pop((tier, taken), None)
+        found = [self._cards.pop((tier, key), None) for key in chain] if self._cards and taken == chain[-1] else []
         return [card for card in found if card is not None and has(card.key)]

@@ -682,6 +682,22 @@ def test_a_beginning_that_nobody_keeps_any_more_is_kept_again_while_the_pool_has
     engine.close()
 
 
+def test_what_a_tier_had_no_room_for_is_not_copied_again_with_every_turn(model: Model, tmp_path: Path) -> None:
+    page = 2 * 2 * 2 * 8 * 4 * PAGE  # bytes
+    engine = engine_of(model, tmp_path, kv_cache_tokens=960, host_gib=8 * page / 2**30, disk_gib=24 * page / 2**30)
+    store, prompt = engine.store, words(31, 50 * PAGE)
+    assert store is not None
+    ask(engine, prompt)
+    settled(engine)
+    before = store.counts.saved["host"]
+    for turn in range(4):
+        prompt += words(32 + turn, 2 * PAGE)
+        ask(engine, prompt)
+        settled(engine)
+    assert store.counts.saved["host"] <= before + 4 * 4
+    engine.close()
+
+
 class Stubborn(Faulty):
     """A tier that takes nothing for a while."""
 

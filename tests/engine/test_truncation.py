@@ -398,6 +398,8 @@ def test_a_pool_smaller_than_the_context_is_the_window(model: Model) -> None:
     assert all(talk.turn().reuse.truncated for _ in range(10)) and len(talk.history) > WINDOW
     with pytest.raises(PoolTooSmall, match="shorten the prompt"):
         talk.engine.add(ask("whole", talk.history, how=None))
+    longest = [events(engine, ask("long", words(5, 3 * WINDOW), 2 * WINDOW)) for engine in (talk.engine, small(model))]
+    assert len(longest[0]) == len(longest[1]) > WINDOW // 8, "an answer is as long as it may be, whatever the window is"
 
 
 def test_states_made_behind_states_made_behind_others_are_made_anew_before_the_pool_is_too_small_for_them_all() -> None:

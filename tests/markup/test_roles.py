@@ -111,6 +111,18 @@ def test_a_turn_that_the_template_writes_otherwise_behind_others_is_refused_wher
     assert text_of(prompt(known, "<f/><user>q</user>")) == "<s>[(SYS S SYS)f] !</s><s>[q]"
 
 
+def test_a_role_in_a_module_without_a_name_stands_before_what_follows_it():
+    known = schema('<schema name="s"><module cache="false"><system>S</system></module><user>U</user></schema>', style="llama", bos=True)
+    assert text_of(prompt(known)) == "<s>[(SYS S SYS)U]"
+
+
+def test_modules_of_more_turns_than_a_template_is_asked_about_are_answered():
+    turns = "".join(f'<module name="t{i}"><user>{i}</user></module>' for i in range(300))
+    known = read_schema(f'<schema name="s">O{turns}</schema>', Toy(), movable=True, max_len=10_000)
+    bound = prompt(known, "".join(f"<t{i}/>" for i in range(300)))
+    assert text_of(bound).endswith("<start>user:299<end><start>assistant:")
+
+
 def test_the_answer_is_the_assistants_only_behind_a_user():
     assert text_of(prompt(schema(CHAT), "<user>Hi</user> Then")).endswith("<end> Then")
     assert text_of(prompt(schema(CHAT), "<assistant>Hi</assistant>")).endswith("assistant:Hi<end>")

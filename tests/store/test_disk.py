@@ -262,6 +262,16 @@ def test_an_index_that_somebody_removed_is_made_anew_for_all(tmp_path, make):
     assert len(mine.share(2 * page, (), keys(cards))) == 4 and other.size == 2 * page
 
 
+def test_an_index_that_cannot_be_opened_anew_is_tried_again(tmp_path, make, monkeypatch):
+    mine, cards = make(), chain(3)
+    save(mine, *cards)
+    (tmp_path / "kv/v1/index.sqlite").unlink()
+    with monkeypatch.context() as broken:
+        broken.setattr("pando.store.folder.Folder._reconcile", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("busy")))
+        assert mine.share(2**40, (), keys(cards)) == []
+    assert mine.share(2**40, (), keys(cards)) == [] and make().look(keys(cards)) == 3 and mine.size > 0
+
+
 def test_processes_and_threads_write_at_once(tmp_path, make):
     work = f"""
 import threading
