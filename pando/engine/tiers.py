@@ -71,7 +71,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
     below += [scout] if scout is not None else []
     if disk is not None and not disk.is_full:
         _enter(ledger, disk, page_bytes, time.time())
-    sizes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in capacities.items())
+    sizes = ", ".join(f"{name} {size / GIB:.{1 if size >= GIB else 3}f} GiB" for name, size in capacities.items())
     where = f" in {_directory(config)}" if disk is not None else ""
     log.info("cached context outlives the pool: %s%s%s", sizes, where, f", and what {remote.place} holds" if remote is not None else "")
     if remote is not None and (lost := tried(remote.reach)) is not None:
