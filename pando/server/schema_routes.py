@@ -76,16 +76,14 @@ class SchemaRoutes:
             body = await whole_body(request)
         except ClientDisconnect:  # in the middle of it: nothing is registered
             return gone()
-        made, is_new = await self.service.register(owner, body, repair)
+        made, _ = await self.service.register(owner, body, repair)
         try:
             left = eager and await unless_gone(request, self._encode(made, tenant)) is None
         except InputError:  # it cannot be encoded: whoever is told so need not delete it
-            if is_new:
-                self.service.schemas.undo(owner, made)
+            self.service.schemas.undo(owner, made)
             raise
         if left:
-            if is_new:
-                self.service.schemas.undo(owner, made)
+            self.service.schemas.undo(owner, made)
             return gone()
         return await self._shown(owner, made.name, tenant)
 

@@ -68,10 +68,12 @@ class Holdings:
         return made, is_new
 
     def undo(self, owner: bytes, made: Schema) -> None:
-        """Takes back what `add` has made, unless somebody else has registered or used it."""
+        """Takes back a registration. With the last of them the schema goes, unless somebody has used it."""
         own, name = self._of(owner), made.name
-        if own.library.get(name) is made and self._asked[owner, name] == 1 and not own.uses(name):
-            self.remove(owner, name)
+        if own.library.get(name) is made:
+            self._asked[owner, name] -= 1
+            if not self._asked[owner, name] and not own.uses(name):
+                self.remove(owner, name)
 
     def _check_room(self, owner: bytes, count: int, size: int) -> None:
         total = size + sum(size for (whose, _), size in list(self._sizes.items()) if whose == owner)

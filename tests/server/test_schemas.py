@@ -241,6 +241,9 @@ def test_a_registration_that_is_undone_takes_nothing_away_that_others_have_regis
     assert is_new and holdings.add(b"o", pml) == (first, False)
     holdings.undo(b"o", first)
     assert holdings.find(b"o", "tour")[1] is first, "it was registered again"
+    holdings.undo(b"o", first)
+    assert not list(holdings.each(b"o")), "both have left"
+    first, _ = holdings.add(b"o", pml)
     holdings.remove(b"o", "tour")
     second, _ = holdings.add(b"o", pml)
     holdings.undo(b"o", first)
