@@ -110,18 +110,20 @@ class Prompts:
 
     def completion(self, body: CompletionBody, tenant: Tenant, session: str | None) -> Asked:
         if body.prompt_format == "pml":
-            prompts = [self._bound(body, prompt, tenant) for prompt in body.prompts() if isinstance(prompt, str)]
+            given = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
+            named = [f"prompt[{place}]" if len(given) > 1 else "prompt" for place in range(len(given))]
+            prompts = [self._bound(body, prompt, tenant, name) for prompt, name in zip(given, named, strict=True)]
         else:
             truncates = self._overflow.allows(body.truncation, tenant.salt, session)
             prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
         return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None, silent=body.max_tokens == 0)
 
-    def _bound(self, body: Generation, pml: str, tenant: Tenant) -> Prompt:
+    def _bound(self, body: Generation, pml: str, tenant: Tenant, name: str = "prompt") -> Prompt:
         if body.ttl is not None:
             raise InvalidPrompt("prompt_cache_options pin the beginning of a prompt, and this one is made of modules; leave them out")
         if body.truncation == "auto":
             raise InvalidPrompt("truncation drops the oldest part of a prompt, and this one is made of modules; leave modules out instead")
-        bound, repair = self._schemas.bind(tenant.owner, pml)
+        bound, repair = self._schemas.bind(tenant.owner, pml, name)
         tokens = tuple(token for run in bound.runs for token in run.tokens)
         return Prompt(tokens, pml, bound=bound, repair=repair if body.repair is None else body.repair)
 

@@ -104,9 +104,9 @@ class Holdings:
         for schemas in (self.common, self._of(owner)):
             yield from ((schemas, schema) for schema in schemas.library)
 
-    def bind(self, owner: bytes, pml: str) -> tuple[Bound, float]:
-        """A prompt, and what of it is repaired if it does not say."""
-        element = parse(pml, "prompt")
+    def bind(self, owner: bytes, pml: str, called: str = "prompt") -> tuple[Bound, float]:
+        """A prompt, and what of it is repaired if it does not say. `called`: where something is wrong with it."""
+        element = parse(pml, called)
         name, own = prompt_schema(element), self._of(owner)
         is_common = own.library.get(name) is None and (self.common.library.get(name) is not None or not len(own.library))
         schemas = self.common if is_common else own  # whichever has it, or something like it

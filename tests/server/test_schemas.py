@@ -379,6 +379,14 @@ def test_a_schema_in_use_is_deleted_and_its_prompts_finish(server: Live, client:
 # ---- asking
 
 
+def test_of_several_prompts_the_bad_one_is_named(server: Live, client: openai.OpenAI) -> None:
+    post(server, TOUR)
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\]:1:23: unknown module <milan>"):
+        complete(client, [BOTH, '<prompt schema="tour"><milan/></prompt>'])
+    with pytest.raises(openai.BadRequestError, match=r"prompt:1:23: unknown module <milan>"):
+        complete(client, '<prompt schema="tour"><milan/></prompt>')
+
+
 def test_a_prompt_of_modules_says_what_came_from_them(server: Live, client: openai.OpenAI) -> None:
     post(server, TOUR.replace("You", "Who"))  # nobody asked for it before
     first, again = complete(client, BOTH), complete(client, BOTH)
