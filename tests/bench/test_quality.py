@@ -146,6 +146,12 @@ def test_text_before_the_first_prompt_is_refused() -> None:
     assert split("") == split("\n \n") == []
 
 
+def test_a_file_of_prompts_may_begin_with_the_mark_of_an_editor(tmp_path: Path) -> None:
+    file = tmp_path / "p.pml"
+    file.write_text("\ufeff" + PROMPTS, encoding="utf-8")
+    assert split(quality._text(file)) == split(PROMPTS)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

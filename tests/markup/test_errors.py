@@ -342,3 +342,17 @@ def test_of_two_registrations_of_one_name_at_the_same_moment_one_wins(library):
     with ThreadPoolExecutor(8) as pool:
         found = {one for one in pool.map(add, range(64)) if one is not None}
     assert found == {library.get("s")}
+
+
+def test_a_name_that_no_prompt_could_import_is_refused_in_the_schema():
+    error = refused(inside(f'<module name="{"n" * 257}">x</module>'))
+    assert (error.line, error.message) == (2, "a name of 257 characters; at most 256 are allowed")
+    assert schema(inside(f'<module name="{"n" * 256}">x</module>')).modules[-1].path == "n" * 256
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [("just words", "a document is one <schema> or one <prompt>"), ('<schema name="s">&#0;</schema>', "XML cannot hold that character")],
+)
+def test_what_is_malformed_is_advised_by_what_is_wrong(text, advice):
+    assert f"; {advice}" in refused(text).message
