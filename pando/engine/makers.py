@@ -71,11 +71,11 @@ class Makers:
             again = {want: len(want) for want in missing if first[want.name] is not want}
             row.found = {each.want: len(each.want) for each in row.imports} | again
             self._tell(row, missing)
-            row.miss = self._told(row, missing) or row.miss
+            row.miss = self._missed(row, missing) or row.miss
         row.awaits = missing[-1].name if missing else None
         return self._for_row(row, missing, below, now) if missing else None
 
-    def _told(self, row: Row, missing: Sequence[Want]) -> Miss | None:
+    def _missed(self, row: Row, missing: Sequence[Want]) -> Miss | None:
         """Of what is missing the first that could have been there: text that is new in a prompt is no miss."""
         found = ((want, self.miss(row, want)) for want in missing)
         return next((miss for want, miss in found if miss.reason != "cold" or not want.is_new), None)
@@ -145,7 +145,7 @@ class Makers:
             for want in (*failed, *beside):
                 row.found.pop(want, None)
             self._tell(row, [want for want in row.wants if want not in row.found])
-            cold = self._told(row, failed) or self.miss(row, failed[0])
+            cold = self._missed(row, failed) or self.miss(row, failed[0])
             row.miss = Miss("lost", cold.token) if is_lost else row.miss or cold
 
     def pass_on(self, maker: Row) -> None:

@@ -76,7 +76,7 @@ class SchemaRoutes:
             body = await whole_body(request)
         except ClientDisconnect:  # in the middle of it: nothing is registered
             return gone()
-        made, _ = await self.service.register(owner, body, repair)
+        made = await self.service.register(owner, body, repair)
         try:
             left = eager and await unless_gone(request, self._encode(made, tenant)) is None
         except InputError:  # it cannot be encoded: whoever is told so need not delete it

@@ -50,14 +50,14 @@ class Holdings:
 
     # ---- a client's
 
-    def add(self, owner: bytes, pml: bytes, repair: float | None = None) -> tuple[Schema, bool]:
-        """Registers a schema, and says whether it is new: one that is here already, with the same content, is the one that is here."""
+    def add(self, owner: bytes, pml: bytes, repair: float | None = None) -> Schema:
+        """Registers a schema: one that is here already, with the same content, is the one that is here."""
         element = parse(pml, "schema")
         name, own = element.attributes.get("name", "").strip(), self._of(owner)
         if self.common.library.get(name) is not None:  # a name of the operator's is everyone's
             if repair is not None:
                 raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; give repair with your prompts")
-            return self.common.add(element), False
+            return self.common.add(element)
         is_new = own.library.get(name) is None
         if is_new:
             self._check_room(owner, len(own.library), len(pml))
@@ -65,7 +65,7 @@ class Holdings:
         if is_new:
             self._sizes[owner, made.name] = len(pml)
         self._asked[owner, made.name] += 1
-        return made, is_new
+        return made
 
     def undo(self, owner: bytes, made: Schema) -> None:
         """Takes back a registration. With the last of them the schema goes, unless somebody has used it."""

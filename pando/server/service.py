@@ -246,7 +246,7 @@ class Service:
         finally:
             self._preparing -= 1
 
-    async def register(self, owner: bytes, pml: bytes, repair: float | None) -> tuple[Schema, bool]:
+    async def register(self, owner: bytes, pml: bytes, repair: float | None) -> Schema:
         """The same for a schema. A long one takes seconds: one at a time."""
         self.check_ready()
         self.check_room()

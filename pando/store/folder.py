@@ -80,10 +80,7 @@ class Folder:
 
     def has(self, name: Name, size: int) -> bool:
         """Whether a file of this name and size is there; what is in it is seen when it is read."""
-        try:
-            return os.stat(self.path(name)).st_size == size
-        except OSError:
-            return False
+        return self.size(name) == size
 
     def size(self, name: Name) -> int:
         """Bytes of its file; 0 where there is none."""
@@ -287,7 +284,10 @@ class Folder:
         try:
             yield
         except sqlite3.Error as error:
-            self._tell("hint", f"the index of {self.root} is out of use ({error}); pages are still kept, and listed at the next start")
+            self._tell(
+                "hint",
+                f"the index of {self.root} is out of use ({error}); files count, and it is made to agree with them at the next start",
+            )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

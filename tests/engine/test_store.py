@@ -29,6 +29,7 @@ from pando.model.load import Model
 from pando.store import transfer, worker
 from pando.store.movers import Copy
 from pando.store.speeds import Speeds
+from pando.store.store import Store
 from pando.store.tier import Card, Lost, Reader, Tier
 from tests.tiny import drain, greedy, run, tiny_config, tiny_engine, tiny_model
 
@@ -664,15 +665,25 @@ def test_states_that_are_no_numbers_are_not_found_while_they_are_removed(tmp_pat
     engine.close()
 
 
+def clock_of(store: Store) -> Callable[[float], None]:
+    """Sets it, in seconds from now on."""
+    start = store._clock()
+
+    def move(later: float) -> None:
+        store._clock = lambda: start + later  # type: ignore[method-assign]
+
+    move(0)
+    return move
+
+
 def test_a_beginning_that_nobody_keeps_any_more_is_kept_again_while_the_pool_has_it(model: Model, tmp_path: Path) -> None:
     engine, prompt = engine_of(model, tmp_path, ttl=60, kv_cache_tokens=960, host_gib=ENOUGH), words(27, 60)
     store = engine.store
     assert store is not None
-    start = store._clock()
-    store._clock = lambda: start  # type: ignore[method-assign]
+    move = clock_of(store)
     ask(engine, prompt)
     settled(engine)
-    store._clock = lambda: start + 61  # type: ignore[method-assign]
+    move(61)
     longer = [*prompt, *words(28, 20)]
     assert ask(engine, longer)[0].reuse.tiers == {}, "it is still in the pool"
     evict(engine)
@@ -739,14 +750,13 @@ def test_what_nobody_used_for_too_long_is_not_found_any_more(model: Model, tmp_p
     engine, prompt = engine_of(model, tmp_path, ttl=60), words(26, 71)
     store = engine.store
     assert store is not None
-    start = store._clock()
-    store._clock = lambda: start  # type: ignore[method-assign]
+    move = clock_of(store)
     ask(engine, prompt)
     evict(engine)
-    store._clock = lambda: start + 59  # type: ignore[method-assign]
+    move(59)
     assert sum(ask(engine, prompt)[0].reuse.tiers.values()) >= 68
     evict(engine)
-    store._clock = lambda: start + 59 + 61  # type: ignore[method-assign]
+    move(59 + 61)
     removing = threading.Event()
     if quick:
         store._writer.post(lambda: removing.wait(20))

@@ -237,20 +237,20 @@ def test_a_client_that_leaves_while_its_schema_is_encoded_leaves_nothing(server:
 
 def test_a_registration_that_is_undone_takes_nothing_away_that_others_have_registered_or_used(server: Live) -> None:
     holdings, pml = server.service.schemas, TOUR.encode()
-    first, is_new = holdings.add(b"o", pml)
-    assert is_new and holdings.add(b"o", pml) == (first, False)
+    first = holdings.add(b"o", pml)
+    assert holdings.add(b"o", pml) is first
     holdings.undo(b"o", first)
     assert holdings.find(b"o", "tour")[1] is first, "it was registered again"
     holdings.undo(b"o", first)
     assert not list(holdings.each(b"o")), "both have left"
-    first, _ = holdings.add(b"o", pml)
+    first = holdings.add(b"o", pml)
     holdings.remove(b"o", "tour")
-    second, _ = holdings.add(b"o", pml)
+    second = holdings.add(b"o", pml)
     holdings.undo(b"o", first)
     assert holdings.find(b"o", "tour")[1] is second, "it was deleted, and this is another"
     holdings.undo(b"o", second)
     assert not list(holdings.each(b"o"))
-    used, _ = holdings.add(b"o", pml)
+    used = holdings.add(b"o", pml)
     holdings.bind(b"o", BOTH)
     holdings.undo(b"o", used)
     assert holdings.find(b"o", "tour")[1] is used
