@@ -49,7 +49,7 @@ class Admission:
         before, own, at = self._apart(request)
         ends = bool(before) and before[-1].end > at
         self.check_runs(before)
-        self.check_prompt(own, at + len(own), whole=bool(before) or request.score)
+        self.check_prompt(own, at + len(own), whole=bool(before) or request.score or cut is not None)
         prompt = compact(())
         for run in before:
             prompt.frombytes(run.packed)

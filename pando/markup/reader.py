@@ -278,7 +278,8 @@ def _misplaced(name: str, parent: str) -> str:
 def _joinable(root: Module, wanted: set[str], element: Element) -> None:
     for module in (root, *every(root)):
         for union in (item for item in module.items if isinstance(item, Union)):
-            if len(both := [member.path for member in union.members if member.path in wanted]) > 1:
+            named = ([one.path for one in (member, *every(member)) if one.path in wanted] for member in union.members)
+            if len(both := [paths[0] for paths in named if paths]) > 1:
                 raise element.wrong(
                     f"a scaffold of {both[0]!r} and {both[1]!r}, of which no prompt imports more than one; name one of them"
                 )

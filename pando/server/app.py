@@ -187,10 +187,11 @@ class _Routes:
         self._check(model)
         return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"])["data"][0])
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """The tokens of a text, or of a conversation as the chat template writes it."""
+        owner = request.state.owner
         self._check(body.model)
-        tokens = await self.service.prepare(lambda prompts: prompts.tokenize(body))
+        tokens = await self.service.prepare(lambda prompts: prompts.tokenize(body, owner))
         return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
@@ -214,7 +215,7 @@ class _Routes:
         """Computes a prompt now, so that requests that begin with it need not; with a ttl it is pinned for that long."""
         tenant = self._who(request, body.cache_salt)
         self._check(body.model)
-        prompt = await self.service.prepare(lambda prompts: prompts.warm(body))
+        prompt = await self.service.prepare(lambda prompts: prompts.warm(body, tenant.owner))
         cached = await unless_gone(request, self.service.compute(request.state.request_id, prompt, tenant))
         if cached is None:
             return gone()
@@ -225,7 +226,7 @@ class _Routes:
         """Computes a prompt if it is not cached, and keeps it until it is unpinned or its ttl is over."""
         tenant = self._who(request, body.cache_salt)
         self._check(body.model)
-        prompt = await self.service.prepare(lambda prompts: prompts.warm(body))
+        prompt = await self.service.prepare(lambda prompts: prompts.warm(body, tenant.owner))
         if await unless_gone(request, self.service.compute(request.state.request_id, prompt, tenant)) is None:
             return gone()
         return _json(await self._pin(prompt, tenant, body.ttl))

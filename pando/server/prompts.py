@@ -22,7 +22,7 @@ from .wire import ChatBody, ChosenTool, CompletionBody, Generation, TokenizeBody
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]  # a list would be looked through for garbage
-    text: str | None  # None where tokens were given
+    text: str | None  # None where tokens were given, or PML
     public: int = 0  # first tokens that every tenant shares
     starts: Sequence[int] = ()  # the first token of each message
     drift: Drift | None = None  # from the conversation's last turn
@@ -75,14 +75,8 @@ class Prompts:
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
         params, messages = body.sampling(), body.conversation()
-        asked = {place: message["content"] for place, message in enumerate(messages) if message["role"] == "user"}
-        if len(messages) == len(asked) == 1 and self._schemas.is_prompt(tenant.owner, asked[0]):
-            return self._modular(body, asked[0], tenant, params)
-        if (place := next((place for place, text in asked.items() if is_element(text)), None)) is not None:
-            raise InvalidPrompt(
-                f"a prompt in PML is the only message of its request, and messages[{place}] of {len(messages)} is one; write the others "
-                "into it, as <system>, <user> and <assistant>, or put a word before it if it is meant as text"
-            )
+        if (pml := self._pml(messages, tenant.owner)) is not None:
+            return self._modular(body, pml, tenant, params)
         wanted = body.definitions() if body.tool_choice != "none" else None
         form, constraint = None, self._format(body)
         if wanted:
@@ -101,6 +95,18 @@ class Prompts:
         if drift is not None and drift.message is None:
             drift = replace(drift, message=prompt.message_of(drift.token))
         return Asked([replace(prompt, drift=drift)], params, constraint, form, not body.parallel_tool_calls, messages=messages)
+
+    def _pml(self, messages: Sequence[Plain], owner: bytes) -> str | None:
+        """The one message of a conversation, if it is a prompt in PML."""
+        asked: dict[int, str] = {place: message["content"] for place, message in enumerate(messages) if message["role"] == "user"}
+        if len(messages) == len(asked) == 1 and self._schemas.is_prompt(owner, asked[0]):
+            return asked[0]
+        if (place := next((place for place, text in asked.items() if is_element(text)), None)) is not None:
+            raise InvalidPrompt(
+                f"a prompt in PML is the only message of its request, and messages[{place}] of {len(messages)} is one; write the others "
+                "into it, as <system>, <user> and <assistant>, or put a word before it if it is meant as text"
+            )
+        return None
 
     def _modular(self, body: ChatBody, pml: str, tenant: Tenant, params: SamplingParams) -> Asked:
         """A prompt in PML as the one message. What the chat template would write is the schema's to write."""
@@ -125,11 +131,13 @@ class Prompts:
             raise InvalidPrompt("truncation drops the oldest part of a prompt, and this one is made of modules; leave modules out instead")
         bound, repair = self._schemas.bind(tenant.owner, pml, name)
         tokens = tuple(token for run in bound.runs for token in run.tokens)
-        return Prompt(tokens, pml, bound=bound, repair=repair if body.repair is None else body.repair)
+        return Prompt(tokens, None, bound=bound, repair=repair if body.repair is None else body.repair)
 
-    def warm(self, body: WarmBody) -> Prompt:
+    def warm(self, body: WarmBody, owner: bytes) -> Prompt:
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
+            if self._pml(messages, owner) is not None:
+                raise InvalidPrompt("a prompt in PML is made of modules; they are computed ahead where their schema is registered as eager")
             definitions = [tool.plain() for tool in body.tools] if body.tools else None
             return self._whole(self._conversation(messages, definitions, answered=False))
         assert body.prompt is not None
@@ -143,10 +151,12 @@ class Prompts:
             )
         return prompt
 
-    def tokenize(self, body: TokenizeBody) -> list[int]:
+    def tokenize(self, body: TokenizeBody, owner: bytes) -> list[int]:
         if body.prompt is not None:
             return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
         messages = [message.plain() for message in body.messages or ()]
+        if (pml := self._pml(messages, owner)) is not None:
+            return self._schemas.tokens(owner, pml)
         definitions = [tool.plain() for tool in body.tools] if body.tools else None
         return list(self._conversation(messages, definitions, answered=body.add_generation_prompt).tokens)
 

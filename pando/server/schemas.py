@@ -107,11 +107,21 @@ class Holdings:
     def bind(self, owner: bytes, pml: str, called: str = "prompt") -> tuple[Bound, float]:
         """A prompt, and what of it is repaired if it does not say. `called`: where something is wrong with it."""
         element = parse(pml, called)
-        name, own = prompt_schema(element), self._of(owner)
-        is_common = own.library.get(name) is None and (self.common.library.get(name) is not None or not len(own.library))
-        schemas = self.common if is_common else own  # whichever has it, or something like it
+        schemas = self._whose(owner, element)
         schema, bound = schemas.bind(element)
         return bound, schemas.repair(schema)
+
+    def tokens(self, owner: bytes, pml: str) -> list[int]:
+        """Of a prompt that is not asked for, and so is no use of anything."""
+        element = parse(pml, "prompt")
+        _, bound = self._whose(owner, element).library.bind(element)
+        return [token for run in bound.runs for token in run.tokens]
+
+    def _whose(self, owner: bytes, prompt: Element) -> Schemas:
+        """Whichever has the schema of a prompt, or something like it."""
+        name, own = prompt_schema(prompt), self._of(owner)
+        is_common = own.library.get(name) is None and (self.common.library.get(name) is not None or not len(own.library))
+        return self.common if is_common else own
 
     def is_prompt(self, owner: bytes, text: str) -> bool:
         """Whether a text alone is a prompt in PML: it begins as one, and this owner has its schema or it is nothing else."""

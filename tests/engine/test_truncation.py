@@ -334,6 +334,8 @@ def test_a_beginning_that_leaves_no_room_is_refused() -> None:
 def test_a_prompt_that_does_not_fit_is_refused_unless_something_may_be_dropped() -> None:
     with pytest.raises(PromptTooLong, match=r'shorten the prompt by 13 tokens, or ask for truncation="auto"'):
         small().add(ask("x", words(1, 140), how=None))
+    with pytest.raises(PromptTooLong, match=r"shorten the prompt by 9 tokens$"):
+        small().add(ask("x", words(1, 140), how=None, drop=[(8, 12)]))
 
 
 # ---- where states cannot be moved they are computed again

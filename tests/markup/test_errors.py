@@ -103,6 +103,10 @@ def inside(text, facts=""):
             "^<scaffold modules='a b'/><union><module name='a'/><module name='b'/></union>",
             "a scaffold of 'a' and 'b', of which no prompt imports more than one; name one of them",
         ),
+        (
+            "^<scaffold modules='a/x b'/><union><module name='a'><module name='x'/></module><module name='b'/></union>",
+            "a scaffold of 'a/x' and 'b', of which no prompt imports more than one; name one of them",
+        ),
     ],
 )
 def test_what_a_schema_cannot_say_is_an_error_with_its_place(text, message):

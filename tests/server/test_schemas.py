@@ -532,6 +532,13 @@ def test_what_cannot_be_asked_of_modules_is_refused(
         complete(client, **{"pml": BOTH, **options})
 
 
+def test_an_echo_is_what_the_model_reads(server: Live, client: openai.OpenAI) -> None:
+    post(server, TOUR)
+    alone = complete(client, BOTH).choices[0].text
+    text = complete(client, BOTH, echo=True).choices[0].text
+    assert text.endswith(alone) and "Rome" in text and "<" not in text.removesuffix(alone)
+
+
 # ---- chat
 
 CHAT = """<schema name="guide">
@@ -564,6 +571,20 @@ def test_roles_are_those_of_the_chat_template_and_the_answer_is_the_assistants(s
         messages = [{"role": "system", "content": "You show people around."}, {"role": "user", "content": "Rome has a forum."}]
         plain = client.chat.completions.create(model=NAME, messages=messages, max_tokens=6, temperature=0)  # type: ignore[arg-type]
         assert plain.usage.prompt_tokens == reply.usage.prompt_tokens
+
+
+def test_the_tokens_of_a_prompt_of_modules_are_those_it_is_answered_with(server: Live, client: openai.OpenAI) -> None:
+    post(server, TOUR)
+    told = fetch(server, "/tokenize", {"messages": said(BOTH)}, key="one").json()["tokens"]
+    assert listed(server)[0]["uses"] == 0, "a question about it is no use of it"
+    assert told == chat(client, BOTH, extra_body={"return_token_ids": True}).prompt_token_ids
+
+
+@pytest.mark.parametrize("path", ["/v1/cache/warm", "/v1/cache/pin"])
+def test_a_prompt_of_modules_is_not_computed_ahead_as_text(server: Live, path: str) -> None:
+    post(server, TOUR)
+    refused = fetch(server, path, {"messages": said(BOTH)}, key="one")
+    assert refused.status_code == 400 and "their schema is registered as eager" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
