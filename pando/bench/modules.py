@@ -167,14 +167,15 @@ class Bench:
         return self.llm.tokenizer.encode(self._text(self.sizes.new))
 
     def _text(self, tokens: int) -> str:
-        """Words that come to so many tokens, or few more."""
+        """Words that come to so many tokens; where a letter is one, the last word may be cut."""
         words = self.random.choices(self._words, k=tokens)
         encode = self.llm.tokenizer.encode
         low, high = 1, tokens
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if len(encode(" ".join(words[:middle]))) < tokens else (low, middle)
-        return " ".join(words[:low])
+        text = " ".join(words[:low])
+        return next(shorter for end in range(len(text), 0, -1) if len(encode(shorter := text[:end])) <= tokens)
 
 
 def _ms(medians: dict[str, float]) -> str:

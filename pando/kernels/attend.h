@@ -1,6 +1,6 @@
 /* Attention over a plan: every tile for every kv head, then the merge of their parts. Included by native.c. */
 
-#define ROWS 96       /* the most packed queries of a tile: pairs x G */
+#define ROWS 256      /* the most packed queries of a tile: pairs x G */
 #define LINE 64       /* bytes that are fetched together */
 #define SLACK 8.0f    /* powers of 2 that a score may lie above the peak */
 #define LARGE 0x1p60f /* a sum of weights that they must not come to */
@@ -94,7 +94,7 @@ static void attend_chain(const Work *w, int task, Desk *desk) {
     const Tile *tile = w->tiles + chain[0], *last = w->tiles + chain[1];
     Block next = first_block(w, task + w->threads); /* threads take turns */
 #ifdef TILES
-    if (rows_of_tile(w, tile) >= SIDE && w->D % DEPTH == 0 && tiles_granted()) {
+    if (w->D % DEPTH == 0 && tiles_granted()) { /* few queries, too: most columns are idle then, and still it is faster */
         look_by_tiles(w, tile, last, task / w->count, next, desk);
         return;
     }

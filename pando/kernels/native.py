@@ -31,8 +31,8 @@ from .timing import seconds
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
-ROWS, LARGEST_HEAD = 96, 256  # as in attend.h and native.c
-TILE_ROWS = ROWS  # packed queries of a tile: the more, the fewer passes over the keys
+ROWS, LARGEST_HEAD, DEPTH = 256, 256, 32  # as in attend.h, native.c and tiles.h
+VECTOR_ROWS = 96  # packed queries that look together by vectors; by tiles as many as there may be, for the fewest passes over the keys
 TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave threads without work
 TASKS_PER_THREAD = 3  # from which the last to finish keeps nobody waiting for long
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
@@ -192,7 +192,7 @@ class NativeOps(FusedOps):
 
 
 def supports(geometry: Geometry) -> bool:
-    return geometry.heads // geometry.kv_heads <= ROWS and geometry.head_dim <= LARGEST_HEAD
+    return geometry.heads // geometry.kv_heads <= VECTOR_ROWS and geometry.head_dim <= LARGEST_HEAD
 
 
 class Dense(NamedTuple):
@@ -227,7 +227,9 @@ class NativeLowering:
         self._dense: list[tuple[Run | Square, slice]] = []
         left = self._share_out(reads, dense, positions)
         enough = TASKS_PER_THREAD * torch.get_num_threads() / geometry.kv_heads
-        self._tiling = Tiling(reads, left, self._count, geometry, rows=TILE_ROWS, keys=TILE_KEYS, enough=enough, chained=library.tiles)
+        tiles = library.tiles and geometry.head_dim % DEPTH == 0
+        rows = ROWS if tiles else VECTOR_ROWS
+        self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, enough=enough, chained=tiles)
         self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
         self._peaks, self._sums = torch.empty(2, self._tiling.parts, geometry.heads)
         self.begin(positions)
