@@ -248,6 +248,8 @@ class _Transfer(Transfer):
         self.tiers[tier].save(card, ())
 
     def raise_to_host(self, key: Key, tier: str) -> None:
+        if key in self._held:
+            return
         below = self.tiers[tier].open(key)
         if self._held.begin(below.card) is not None:
             below.layer(0, NOTHING)

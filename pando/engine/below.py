@@ -150,10 +150,9 @@ class Below:
         self.limbo.append((load, filled))
         return filled
 
-    def arrived(self, loading: Sequence[Row], budget: int, *, alone: bool) -> list[Row]:
+    def arrived(self, rows: list[Row], budget: int, *, alone: bool) -> list[Row]:
         """Rows that can run, of those whose context is on its way: if it is there, or the rest of it should come in time. All, if they are
         `alone`: nobody else would wait."""
-        rows = [row for row in loading if not row.brings]
         return rows if alone else self._in_time(rows, budget)
 
     def _in_time(self, rows: Sequence[Row], budget: int) -> list[Row]:

@@ -1,5 +1,6 @@
 """From requests to rows, where a prompt may have to be cut first. What a remote has of it is asked meanwhile: no other waits for that."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,8 @@ from .admission import Admission
 from .request import Request
 from .row import Row
 from .truncation import Truncations, Unanswered
+
+log = logging.getLogger(__name__)
 
 PAUSE = 0.1  # seconds after which it is looked again whether somebody has waited long enough, though there was no answer
 
@@ -63,10 +66,13 @@ class Cutting:
             except Unanswered:
                 left.append(asked)
                 continue
+            except Exception:  # it must not end every step to come: it is cut as it could be when it was taken
+                log.exception("a prompt could not be cut by what a remote has")
+                rows = self._cut(asked.request, asked.keys, self._truncations.alone(), is_trial=True)
             for row in rows:
                 row.arrived = asked.since
             found += rows
-        self._undecided = left  # if one of them fails, none of the others is lost
+        self._undecided = left
         return found
 
     def cancel(self, request_id: str) -> None:

@@ -24,7 +24,7 @@ from .answer import Answer
 from .batch import Batcher, Unread, lowering_of, warm_up
 from .costs import chosen_cost
 from .cutting import Cutting
-from .facts import Shared, Stats, StepFacts
+from .facts import Counting, Stats, StepFacts
 from .flight import Flight
 from .graphs import on_cuda
 from .imports import find, wants
@@ -38,6 +38,7 @@ from .scores import take_scores
 from .sizing import check_step, context_of, page_count
 from .tiers import open_store
 from .truncation import Truncations
+from .whole import Whole
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +85,15 @@ class Engine:
         self.sampler = Sampler(facts.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
-        self._begun: list[Answer] = []  # that are not prepared yet
+        self._begun: dict[Row, Answer] = {}  # that are not prepared yet
         self.steps = 0
         self.facts = self.totals = StepFacts()
-        self._shared, self._seen = Shared(), 0  # of the last plan; tokens that the rows of the last step saw
         self._token_bytes, self._attention = self.pool.nbytes // self.pool.slots, config.attention
+        self._counting = Counting(self.batcher, self._token_bytes)
         self._overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
         self._flight: Flight | None = None
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
-        self._stepping, self._settled = False, 0.0
+        self._whole, self._settled = Whole(self._begin_again, self._drop_cancelled), 0.0
         self._cancelled, self._events = list[str](), list[TokenEvent]()  # requests; and what nobody has heard of yet
 
     def warm_up(self) -> None:
@@ -102,8 +103,9 @@ class Engine:
 
     def tend(self) -> float | None:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""
-        self.expire_pins()
-        self.scheduler.tend()
+        with self._whole.undisturbed():
+            self.expire_pins()
+            self.scheduler.tend()
         return TENDED if self._is_moving else None
 
     @property
@@ -114,7 +116,8 @@ class Engine:
 
     def close(self) -> None:
         """What is on its way to the tiers below the pool arrives there; afterwards there is nothing to do for this engine."""
-        self.scheduler.detach()
+        with self._whole.undisturbed():
+            self.scheduler.detach()
         self.truncations.below = None
         self.store = None
 
@@ -122,21 +125,20 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
-        self._queue(self.cutting.rows(request))
+        with self._whole.undisturbed():
+            self._queue(self.cutting.rows(request))
 
     def _queue(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self.answers[row] = Answer(row, self.model.tokenizer, self.admission.eos)
-            self._begun.append(self.answers[row])
+            self.answers[row] = self._begun[row] = Answer(row, self.model.tokenizer, self.admission.eos)
         self.scheduler.add(rows)
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request's rows; what they computed stays in the tree. In the middle of a step (a garbage collector may close a stream at
-        any time) it waits for the step's end."""
+        """Drops a request's rows; what they computed stays in the tree. In the middle of other work (a garbage collector may close a stream
+        at any time) it waits for the end of that."""
         self._cancelled.append(request_id)
-        if not self._stepping:
-            with self._whole_or_not_at_all():
-                self._drop_cancelled()
+        with self._whole.undisturbed():
+            pass
 
     def _drop_cancelled(self) -> None:
         while self._cancelled:
@@ -180,29 +182,26 @@ class Engine:
     def _launch(self, schedule: Schedule) -> Flight:
         began = time.perf_counter()
         logits = self._forward(schedule)
-        return Flight(schedule, self._sample(schedule, logits), self._count(schedule), began)
+        return Flight(schedule, self._sample(schedule, logits), self._counting.step(schedule), began)
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
         """A step that is cut short (Ctrl-C, no memory) leaves states half written. Its rows go on from their tokens, without them, and
         where there was no memory, in smaller steps."""
-        self._stepping = True
-        try:
-            yield
-        except Lost:
-            self.scheduler.unload()
-        except torch.OutOfMemoryError:
-            self._begin_again()
-            if not self.scheduler.shrink():
+        with self._whole.undisturbed():
+            try:
+                yield
+            except Lost:
+                self._whole.surely(self.scheduler.unload)
+            except torch.OutOfMemoryError:
+                self._whole.begin_again()
+                if not self.scheduler.shrink():
+                    raise
+                sizes = self.scheduler.budget, self.scheduler.max_rows
+                log.warning("a step did not fit into the memory; from now on it has at most %d tokens of %d rows", *sizes)
+            except BaseException:
+                self._whole.begin_again()
                 raise
-            sizes = self.scheduler.budget, self.scheduler.max_rows
-            log.warning("a step did not fit into the memory; from now on it has at most %d tokens of %d rows", *sizes)
-        except BaseException:
-            self._begin_again()
-            raise
-        finally:
-            self._stepping = False
-            self._drop_cancelled()
 
     def _begin_again(self) -> None:
         self._flight = None
@@ -249,7 +248,7 @@ class Engine:
         schedule, self.facts = flight.schedule, flight.facts
         self.scheduler.settle(schedule)  # while the device computes: whatever is asked of it now comes behind that
         while self._begun:
-            self._begun.pop().prepare()
+            self._begun.popitem()[1].prepare()
         chosen, are_fed = flight.chosen.read()
         self._amended = not are_fed
         if not are_fed and self._flight is not None:
@@ -279,20 +278,9 @@ class Engine:
             self.scheduler.below.discard(row)
         self.clear_cache()
 
-    def _count(self, schedule: Schedule) -> StepFacts:
-        """While a plan holds it saves the same in every step, and every row sees one token more."""
-        rows, tokens, size = len(schedule.rows), sum(schedule.counts), self._token_bytes
-        if not rows:
-            return StepFacts()
-        if schedule.changed:
-            self._shared = Shared.by(self.batcher.plan)
-        before = int(schedule.starts.sum()) + sum(row.imported for row in schedule.rows) if not schedule.follows else self._seen
-        self._seen = before + tokens
-        reads, readers, spared = self._shared
-        return StepFacts(rows, tokens, reads, readers, (self._seen - spared) * size, self._seen * size)
-
     def _end(self, row: Row) -> None:
         del self.answers[row]
+        self._begun.pop(row, None)
         self.sampler.forget(row)
         self.scheduler.remove(row)
         if not (self.answers or len(self.scheduler.makers)) and self._flight is not None:
@@ -328,7 +316,8 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Forgets whatever is neither pinned nor needed by a running request."""
-        self.pages.give(self.tree.clear())
+        with self._whole.undisturbed():
+            self.pages.give(self.tree.clear())
 
     # ---- keeping
 
@@ -338,13 +327,14 @@ class Engine:
         """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned. `is_cut`: of what is left of it."""
         if not self.scheduler.reuse:
             raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
-        self.expire_pins()
-        self.scheduler.clear_away()
         now, keys, home = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
         extend_keys(keys, home, tokens, self.pages.page_size)
-        self.pins.make_way(tenant, keys if automatic and is_cut else ())
-        stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
-        return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
+        with self._whole.undisturbed():
+            self.expire_pins()
+            self.scheduler.clear_away()
+            self.pins.make_way(tenant, keys if automatic and is_cut else ())
+            stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
+            return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
 
     def expire_pins(self) -> None:
         self.pins.expire(self.scheduler.clock())
@@ -388,11 +378,12 @@ class Engine:
 
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""
-        self.scheduler.clear_away()
         [want] = wants(self.admission.tenant(tenant), [run], self.pages.page_size)
-        found = find(self.tree, want, self.scheduler.clock())
-        if found is not None:
-            self.tree.unpin(found.pinned)
+        with self._whole.undisturbed():
+            self.scheduler.clear_away()
+            found = find(self.tree, want, self.scheduler.clock())
+            if found is not None:
+                self.tree.unpin(found.pinned)
         return found is not None
 
     def bytes_of(self, runs: Sequence[Run]) -> int:

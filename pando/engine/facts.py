@@ -9,6 +9,8 @@ import numpy as np
 from ..config import Attention
 from ..kv.plan import Plan
 from ..store.facts import StoreFacts
+from .batch import Batcher
+from .row import Schedule
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,22 @@ class Shared(NamedTuple):
     def by(cls, plan: Plan) -> "Shared":
         rows = np.diff(plan.row_starts[: plan.shared + 1]).astype(np.int64)
         return cls(plan.shared, int(rows.sum()), int(plan.tokens[: plan.shared] @ (rows - 1)))
+
+
+class Counting:
+    """Of steps. While a plan holds it saves the same in every step, and every row sees one token more."""
+
+    def __init__(self, batcher: Batcher, token_bytes: int) -> None:
+        self._batcher, self._size = batcher, token_bytes
+        self._shared, self._seen = Shared(), 0  # of the last plan; tokens that the rows of the last step saw
+
+    def step(self, schedule: Schedule) -> StepFacts:
+        rows, tokens = len(schedule.rows), sum(schedule.counts)
+        if not rows:
+            return StepFacts()
+        if schedule.changed:
+            self._shared = Shared.by(self._batcher.plan)
+        before = int(schedule.starts.sum()) + sum(row.imported for row in schedule.rows) if not schedule.follows else self._seen
+        self._seen = before + tokens
+        reads, readers, spared = self._shared
+        return StepFacts(rows, tokens, reads, readers, (self._seen - spared) * self._size, self._seen * self._size)

@@ -91,6 +91,7 @@ class EngineLoop:
             self.stats = self._engine.stats()
         except BaseException as error:  # it belongs to whoever started
             self._ended = True
+            self._drop_posted()
             made.set_exception(error)
             return
         made.set_result(None)

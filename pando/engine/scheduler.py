@@ -168,7 +168,8 @@ class Scheduler:
             self._shun(row)
         for row in [row for row in self.loading if row.brings and (row.load is None or row.load.done or row.load.late)]:
             self._take_in(row)
-        arrived = [] if self.below is None else self.below.arrived(self.loading, self.budget, alone=not self.running)
+        coming = [row for row in self.loading if not row.brings]
+        arrived = coming if self.below is None else self.below.arrived(coming, self.budget, alone=not self.running)
         if is_ahead and any(not load.done for row in arrived for load in row.loads):
             return True
         for row in arrived:
@@ -274,8 +275,7 @@ class Scheduler:
                 self._stuck_at = None
 
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
-        skipped: list[Row] = []
-        idle = 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
+        skipped, idle = list[Row](), 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
         self._stuck_at, self.starved = None, False
         while budget and self.waiting and self._has_place(self.waiting[0]) and idle < self.max_rows:
             row = self.waiting.popleft()

@@ -136,6 +136,7 @@ class Truncations:
                 f"the first {first} tokens stay, and {what} room in a context of {self.window}; "
                 "shorten the system prompt or the last message"
             )
+        keep = min(keep, len(left) // page * page)
         return self._without(layout, left, [(keep, keep + count)], home)
 
     def _without(self, layout: Layout, left: list[int], ranges: Sequence[Span], home: Lineage) -> Cut:
@@ -189,6 +190,8 @@ class Truncations:
     def remember(self, history: Sequence[int], layout: Layout, home: Lineage, keys: Sequence[Key]) -> None:
         """`keys`: of the history's full pages, as `cut` left them."""
         whole = layout.end // self._tree.page_size
+        if not whole:
+            return
         key, rest = keys[whole - 1], history[whole * self._tree.page_size : layout.end]
         note = self._notes[key] = _noted(key, rest, layout.packed())
         self._notes.move_to_end(key)

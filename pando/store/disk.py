@@ -219,10 +219,11 @@ class DiskTier:
     def _refresh(self) -> bool:
         """Whether others have changed the index. What they added has larger ids; what they removed is missed when it is opened."""
         with self._lock, self._folder.hint():
-            index = self._folder.index
-            if (changes := index.changes()) == self._changes:
+            news = self._folder.index.news(self._tag, self._last, self._changes)
+            if news is None:
                 return False
-            for row in index.since(self._tag, self._last):
+            changes, rows = news
+            for row in rows:
                 self._last = row.id
                 self._learn(row.key, row.parent, row.size)
                 if row.tokens < self._shape.page_size:

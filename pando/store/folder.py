@@ -30,6 +30,7 @@ from .tier import Lost, NoRoom
 log = logging.getLogger(__name__)
 
 PATIENCE = 2.0  # seconds for which others who read the index are waited for
+UNINDEXED = 2**12  # pages without a row that are remembered; others are found at the next start
 JOURNAL = 2**23  # bytes that must be free for it to grow as it likes: SQLite empties it at 4 MiB
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _MAY_BE_SOUND = {
@@ -111,10 +112,10 @@ class Folder:
 
     def record(self, header: Header) -> None:
         with self._lock:
-            self._unindexed.append((header, self._clock()))
+            self._unindexed = [*self._unindexed[-UNINDEXED:], (header, self._clock())]
             with self.hint():
                 self._tidy()
-                self.index.add(self._unindexed)
+                self.index.add([each for each in self._unindexed if each[0] is header or self.size(each[0].name)])
                 self._unindexed.clear()
 
     def open(self, name: Name) -> PageFile:
@@ -128,8 +129,11 @@ class Folder:
     def failed(self, name: Name, lost: Lost) -> None:
         """Says why a page is lost, and makes room for a better copy, except where the fault may be the device's and pass."""
         self.tell(lost)
-        if lost.reason != "unreadable":
+        if lost.reason not in ("unreadable", "absent"):
             self.remove([name])
+        with self.hint():
+            if lost.reason == "absent" and not self.size(name):  # else another has written it meanwhile
+                self.index.remove([name])
 
     def remove(self, names: Collection[Name]) -> int:
         """How many there were. What is open can still be read."""

@@ -36,6 +36,11 @@ CREATE TABLE IF NOT EXISTS notes (
 );
 CREATE INDEX IF NOT EXISTS notes_used ON notes (used);
 """
+_SOUND = " AND ".join(  # rows may come from anywhere
+    f"typeof({column}) IN ({kinds})"
+    for kinds, columns in {"'blob'": "key parent tenant tokens", "'integer'": "count size pinned", "'real', 'integer'": "born used"}.items()
+    for column in columns.split()
+)
 _COLUMNS = "shape, key, parent, tenant, count, size, born, used, pinned"
 
 
@@ -117,7 +122,7 @@ class Index:
 
     def entries(self, where: str = "1", values: Sequence[object] = ()) -> list[Entry]:
         """Those that a condition in SQL chooses, least recently used first; of those used at one time, the end of a chain first."""
-        rows = self._read(f"SELECT {_COLUMNS} FROM pages WHERE {where} ORDER BY used, id DESC", values)
+        rows = self._read(f"SELECT {_COLUMNS} FROM pages WHERE ({where}) AND {_SOUND} ORDER BY used, id DESC", values)
         return [Entry(*row) for row in rows]
 
     def kinds(self) -> dict[str, Kind]:
@@ -134,14 +139,25 @@ class Index:
         [(size,)] = self._read("SELECT COALESCE(SUM(size), 0) FROM pages")
         return int(size)
 
-    def since(self, shape: str, last: int) -> list[Found]:
-        columns = "id, key, parent, tenant, tokens, size"
-        return [Found(*row) for row in self._read(f"SELECT {columns} FROM pages WHERE shape = ? AND id > ? ORDER BY id", (shape, last))]
-
     def changes(self) -> int:
         """A number that is another one after other processes have written."""
         [(version,)] = self._read("PRAGMA data_version")
         return int(version)
+
+    def news(self, shape: str, last: int, before: int) -> tuple[int, list[Found]] | None:
+        """That number, and the pages behind the row `last`. None where it is `before`, and where somebody writes: who looks for pages does
+        not wait for that."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            [(version,)] = self._connection.execute("PRAGMA data_version").fetchall()
+            if version == before:
+                return None
+            where = f"shape = ? AND id > ? AND length(tokens) % 4 = 0 AND {_SOUND}"
+            sql = f"SELECT id, key, parent, tenant, tokens, size FROM pages WHERE {where} ORDER BY id"
+            return version, [Found(*row) for row in self._connection.execute(sql, (shape, last)).fetchall()]
+        finally:
+            self._lock.release()
 
     # ---- what changes
 

@@ -1,5 +1,6 @@
 """What a remote has of a prompt, asked in a thread of its own while the row that needs it waits: other rows go on meanwhile."""
 
+import logging
 import threading
 import time
 import weakref
@@ -12,6 +13,8 @@ from .keeper import Sought, end_parent
 from .ledger import Ledger
 from .tier import Card, Lost, Reader, Tier
 from .worker import Worker
+
+log = logging.getLogger(__name__)
 
 FRESH = 2.0  # seconds for which an answer counts
 AWAITED = 1.0  # seconds in which some answer comes; else nobody waits for any
@@ -96,6 +99,9 @@ class Scout:
             ends = {parent: self._inner.ends(parent) for parent in {end_parent(before, owner) for owner in owners}}
         except Lost as error:
             lost.append(error)
+        except Exception as error:  # an error of ours: nobody waits for another answer
+            log.exception("a remote could not be asked")
+            lost.append(Lost("unreadable", type(error).__name__))
         finally:
             with self._changed:
                 now = self._clock()

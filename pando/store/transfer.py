@@ -54,6 +54,7 @@ class Load:
         self._there = 0  # of these, as far as was seen
         self._is_far = any(part.tier == "remote" for part in parts)
         self._ended = self._unwanted = self._late = False
+        self._is_whole = False  # every layer came: there is nothing left to be late
         self._changed = threading.Condition()
 
     @property
@@ -68,7 +69,7 @@ class Load:
     @property
     def late(self) -> bool:
         """Is it given up, although it is not done? That is decided when it is asked."""
-        if not self._late and not self._ended and self._clock() > self._until:
+        if not (self._late or self._ended or self._is_whole) and self._clock() > self._until:
             self._late, self.lost = True, self.lost or Lost("late", f"{len(self._layers)} layers came in time")
             self._gave_up(self)
         return self._late
@@ -145,9 +146,10 @@ class Load:
             self._good, self.lost = place, lost
             self._changed.notify_all()
 
-    def arrived(self, event: "torch.cuda.Event | None") -> None:
+    def arrived(self, event: "torch.cuda.Event | None", *, last: bool = False) -> None:
         with self._changed:
             self._layers.append(event)
+            self._is_whole = last
             self._until = min(self._end, self._clock() + LATE)
             self._changed.notify_all()
 
@@ -187,7 +189,7 @@ class Transfer:
                     self.mover.put(layer, copies)
                     event = self.mover.fence()
                     for load in loads:
-                        load.arrived(event)
+                        load.arrived(event, last=layer + 1 == self.shape.layers)
             except Exception as error:  # no memory, or an error of ours: what did not come must not be taken for what it should be
                 log.exception("a load failed")
                 for load in loads:
@@ -216,6 +218,8 @@ class Transfer:
 
     def raise_to_host(self, key: Key, tier: str) -> None:
         """Brings a page into host memory before anyone asks for it; raises Lost."""
+        if self.host.look([key]):
+            return  # still on its way down
         below = self.tiers[tier].open(key)
         try:
             card, size = below.card, self._layer_bytes(len(below.card.tokens))

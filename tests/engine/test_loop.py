@@ -395,3 +395,19 @@ def test_the_engine_is_made_and_run_in_one_thread() -> None:
     threads.append(loop.call(lambda engine: threading.get_ident()).result(WAIT))
     loop.stop(WAIT)
     assert threads[0] == threads[1] != threading.get_ident()
+
+
+def test_what_is_posted_before_an_engine_that_never_comes_is_cancelled() -> None:
+    go = threading.Event()
+
+    def make() -> Engine:
+        go.wait(WAIT)
+        raise RuntimeError("no model")
+
+    loop = EngineLoop(make, lambda events: None, lambda lost: None)
+    made, posted = loop.start(), loop.call(lambda engine: 1)
+    go.set()
+    with pytest.raises(RuntimeError):
+        made.result(WAIT)
+    with pytest.raises(CancelledError):
+        posted.result(WAIT)

@@ -98,6 +98,56 @@ def model() -> Model:
     return tiny_model()
 
 
+def test_what_is_needed_again_before_it_is_written_is_not_lost(model: Model, tmp_path: Path) -> None:
+    engine, go = engine_of(model, tmp_path, host_gib=ENOUGH), threading.Event()
+    store = engine.store
+    assert store is not None
+    store._writer.post(go.wait)  # a slow disk
+    ask(engine, words(1, 40), count=1)
+    store._saver.settle()
+    engine.tend()
+    keys = list(store._unwritten)
+    store.ledger.drop(keys, "host")  # as where there is no place for them
+    store.join(99, keys)
+    engine.tend()
+    deadline = time.monotonic() + 20
+    while store._raising and time.monotonic() < deadline:
+        time.sleep(0.002)
+        store.pump()
+    store.leave(99)
+    go.set()
+    settled(engine)
+    assert keys and all(store.ledger.has(key) for key in keys)
+    whole(engine)
+
+
+def test_a_load_of_which_everything_came_is_not_late(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH)
+    ask(engine, words(1, 60), count=1)
+    evict(engine)
+    assert engine.store is not None
+    monkeypatch.setattr(transfer, "LATE", 0.2)
+    monkeypatch.setattr(engine.store.transfer.mover, "drain", lambda: time.sleep(0.5))
+    found = ask(engine, words(1, 60))
+    assert all(sum(event.reuse.tiers.values()) == 59 and event.reuse.miss is None for event in found)
+    assert [event.token for event in found] == cold(model, words(1, 60))
+    monkeypatch.undo()
+    whole(engine)
+
+
+def test_who_has_come_to_wait_for_nothing_runs_when_the_store_is_closed(model: Model) -> None:
+    engine = engine_of(model, None, host_gib=ENOUGH)
+    engine.add(Request("r", words(2, 40), greedy(6)))
+    heard, scheduler = engine.step(), engine.scheduler
+    [row] = scheduler.running
+    scheduler.running.remove(row)  # as where those it borrowed from were taken in
+    scheduler.loading.append(row)
+    scheduler.turns.change()
+    engine.close()
+    heard += [event for events in drain(engine, 500).values() for event in events]
+    assert [event.token for event in heard] == cold(model, words(2, 40))
+
+
 def test_what_came_is_counted_when_the_answer_is_there(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(SimpleQueue[Callable[[], None]]):
         def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:

@@ -338,6 +338,40 @@ def test_a_prompt_that_does_not_fit_is_refused_unless_something_may_be_dropped()
         small().add(ask("x", words(1, 140), how=None, drop=[(8, 12)]))
 
 
+def test_a_beginning_that_ends_within_the_last_page_stays_and_answers_are_shorter() -> None:
+    found = events(small(), ask("x", words(1, 125), 6, Truncation(keep=125)))
+    assert len(found) == WINDOW - 125
+
+
+@pytest.mark.parametrize("size", [81, 82, 83, 84, 97, 98, 99])
+def test_a_long_system_prompt_and_a_short_question_are_answered(size: int) -> None:
+    llm = tiny_llm(max_model_len=WINDOW, page_size=16)
+    messages = [{"role": "system", "content": "x" * size}, {"role": "user", "content": "y"}]
+    [reply] = llm.chat(messages, greedy(30), truncation="auto")
+    assert reply.outputs[0].token_ids
+
+
+def test_a_prompt_that_cannot_be_cut_by_what_a_remote_has_fails_no_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = small(model, remote=str(tmp_path / "remote"))
+    others = [ask(f"other {number}", words(9 + number, 20), 30, None) for number in range(4)]
+    for request in others:
+        engine.add(request)
+    engine.add(ask("bad", words(1, 140)))
+    assert len(engine.cutting) == 1, "a remote is asked"
+
+    def fails(self: Truncations, *rest: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(Truncations, "remember", fails)
+    found = drain(engine)
+    assert [event.token for event in found["bad", 0]]
+    for request in others:
+        said = [event.token for event in found[request.request_id, 0]]
+        assert said == answer(small(model), ask("alone", list(request.prompt), 30, None))
+
+
 # ---- where states cannot be moved they are computed again
 
 

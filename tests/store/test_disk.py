@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pando.store import folder
 from pando.store.disk import DiskTier
 from pando.store.fileformat import tag
 from pando.store.tier import Lost
@@ -277,6 +278,7 @@ def test_processes_and_threads_write_at_once(tmp_path, make):
 import threading
 from pathlib import Path
 from pando.store import index
+from pando.store import folder
 from pando.store.disk import DiskTier
 from tests.store.pages import *
 index.WAIT_S = 60  # seconds: whoever writes may be held up for longer than a server would wait
@@ -494,3 +496,66 @@ def test_a_busy_index_is_written_later(make, tmp_path, monkeypatch):
     save(disk, other)
     assert {entry.key for entry in disk.entries()} == set(keys([one, other]))
     assert disk._folder._unindexed == []
+
+
+# ---- an index that is not as it should be, or not to be had
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("tokens", b"123"), ("tokens", None), ("size", None), ("size", "x"), ("key", "text"), ("parent", 7), ("used", None), ("count", b"")],
+)
+def test_a_row_that_is_not_as_it_should_be_is_passed_over(make, tmp_path, column: str, value: object) -> None:
+    one, another = make(), card(1)
+    one.save(another, layers(another))
+    with sqlite3.connect(tmp_path / "kv" / "v1" / "index.sqlite") as other:
+        columns = "shape, parent, tenant, tokens, count, size, born, used"
+        other.execute(f"INSERT INTO pages ({columns}, key) SELECT {columns}, zeroblob(32) FROM pages")
+        other.execute(f"UPDATE pages SET {column} = ? WHERE key = zeroblob(32)", (value,))
+    other.close()
+    assert one.look([another.key, bytes(32)]) == 1 or column in ("used", "count")
+    assert list(one.ends(ROOT)) == []
+    assert [entry.key for entry in one.entries()] in ([another.key], [bytes(32), another.key], [another.key, bytes(32)])
+    one.make_room(10, ())
+    again = make()
+    assert again.look([bytes(32)]) == 0, "it has no file"
+
+
+def test_who_looks_for_a_page_does_not_wait_for_who_writes(make) -> None:
+    one = make()
+    with one._folder.index._lock:  # as a writer has it, who waits for another process
+        assert one.look(keys([card(1)])) == 0 and list(one.ends(ROOT)) == []
+
+
+def test_pages_without_a_row_are_remembered_while_they_are_there(make, monkeypatch) -> None:
+    def locked(*_: object) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    one, index = make(), []
+    index.append(one._folder.index)
+    monkeypatch.setattr(folder, "UNINDEXED", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(index[0], "add", locked)
+        for place in range(20):
+            one.save(card(place), layers(card(place)))
+        assert len(one._folder._unindexed) == 6
+        one.drop([card(18).key])
+    one.save(card(30), layers(card(30)))
+    names = {name for _, name in index[0].names()}
+    assert names == set(keys([card(place) for place in (15, 16, 17, 19, 30)]))
+    assert make().look(keys([card(3)])) == 1, "the next start finds all files"
+
+
+def test_a_page_that_was_absent_is_not_removed_when_it_comes(make, monkeypatch) -> None:
+    one, late = make(), card(1)
+    tell = one._folder.tell
+
+    def meanwhile(lost: Lost) -> None:
+        tell(lost)
+        one.save(late, layers(late))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._folder, "tell", meanwhile)
+        with pytest.raises(Lost, match="absent"):
+            one.open(late.key)
+    assert make().look([late.key]) == 1 and read(one.open(late.key)) == data(late)
