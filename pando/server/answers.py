@@ -195,7 +195,8 @@ class _Answer:
         calls: tuple[tools.Call, ...] = ()
         if self.stream is not None:
             piece = self.stream.feed(text)
-            rest = self.stream.finish(cut=event.finish_reason == "length") if event.finish_reason is not None else Piece()
+            is_cut = event.finish_reason == "length" or isinstance(event.stop_reason, str)
+            rest = self.stream.finish(cut=is_cut) if event.finish_reason is not None else Piece()
             text, calls = piece.text + rest.text, piece.calls + rest.calls
             if self._one_call:
                 calls = calls[: 1 - len(self.calls)]

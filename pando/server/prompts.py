@@ -85,6 +85,7 @@ class Prompts:
             if body.tool_choice == "required" or isinstance(body.tool_choice, ChosenTool):
                 only = body.tool_choice.function.name if isinstance(body.tool_choice, ChosenTool) else None
                 constraint = self._grammars.lark(form.grammar(functions, only, parallel=body.parallel_tool_calls, special=special))
+                params = replace(params, stop=None)  # there is no text that it could end
             if special:
                 params = replace(params, skip_special_tokens=False)
         truncates = self._overflow.allows(body.truncation, tenant.salt, session)

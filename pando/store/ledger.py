@@ -1,8 +1,8 @@
 """Which page is in which tier, and what must leave for another to enter. Bookkeeping alone: no bytes, no clock, no I/O.
 
 The store moves the bytes that the ledger says, and the replay of traces moves none: both decide by this one. Tiers are named from the
-uppermost down. A page that leaves a tier goes to the next one, unless that or one further down has it: what was written behind to disk is
-only dropped from host memory.
+uppermost down. A page that leaves a tier goes to the next one, unless that or one further down has it; or to none, where whatever shall be
+further down is written there as soon as it can, and only dropped from above.
 """
 
 import math

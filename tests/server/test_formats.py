@@ -107,6 +107,12 @@ def test_a_required_call_follows_its_schema(client: openai.OpenAI) -> None:
     assert is_weather(call.function.arguments) if call.function.name == "weather" else json.loads(call.function.arguments) == {}
 
 
+@pytest.mark.parametrize("stop", ["\n", "}", "clock"])
+def test_no_stop_ends_a_required_call(client: openai.OpenAI, stop: str) -> None:
+    (choice,) = ask(client, "Call", tools=[CLOCK], tool_choice="required", parallel_tool_calls=False, max_tokens=120, stop=[stop]).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["clock"] and choice.finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize("name", ["weather", "clock"])
 def test_a_named_function_is_the_one_that_is_called(client: openai.OpenAI, name: str) -> None:
     choice = {"type": "function", "function": {"name": name}}

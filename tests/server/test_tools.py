@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pando.engine.request import SamplingParams, TokenEvent
 from pando.errors import InvalidPrompt, InvalidSampling
+from pando.server.answers import _Answer
 from pando.server.grammar import MAX_SCHEMA_DEPTH, Grammars
+from pando.server.prompts import Asked
 from pando.server.tools import HERMES, LLAMA, MAX_FORCED_CALLS, MISTRAL, Call, Form, Function, Stream, form_of, functions
 from tests.server.test_grammar import MARK, follow, marked_tokenizer, tokens_of, wander
 from tests.tiny import END, VOCAB, tiny_tokenizer
@@ -380,3 +383,11 @@ def test_a_function_that_cannot_be_forced_is_refused_with_the_reason(grammars: G
         deep = {"items": deep}
     with pytest.raises(InvalidSampling, match="deeper"):
         HERMES.grammar(functions([tool("a", {"properties": {"x": deep}})]))
+
+
+@pytest.mark.parametrize(("said", "left"), [("I look.\n<tool_call>", "I look."), ('<tool_call>\n{"name": "a", "argu', "")])
+def test_of_a_call_that_a_stop_ends_nothing_is_passed_on(said: str, left: str) -> None:
+    answer = _Answer(Asked([], SamplingParams(), form=HERMES), ())
+    answer.take(TokenEvent("r", 0, 1, said))
+    answer.take(TokenEvent("r", 0, 2, "", finish_reason="stop", stop_reason="\n"))
+    assert answer.text == left and not answer.calls
