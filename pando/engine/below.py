@@ -142,12 +142,11 @@ class Below:
         load, start = row.load, row.settled // self.tree.page_size
         assert load is not None
         load.abandon()
-        count = -(-row.loaded // self.tree.page_size)
+        done, count = load.done, -(-row.loaded // self.tree.page_size)
+        filled = [] if done else row.pages[start : start + count]
+        if not done:
+            self.limbo.append((load, filled))  # first: whoever is interrupted here must not give them away
         row.load, row.computed, row.loaded = None, row.settled, 0
-        if load.done:
-            return []
-        filled = row.pages[start : start + count]
-        self.limbo.append((load, filled))
         return filled
 
     def arrived(self, rows: list[Row], budget: int, *, alone: bool) -> list[Row]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..errors import InvalidOption
+from ..errors import InvalidOption, QuotaExceeded
 from ..kv.pages import Pages
 from ..kv.pool import PagePool
 from ..kv.run import Run
@@ -334,7 +334,11 @@ class Engine:
             self.scheduler.clear_away()
             self.pins.make_way(tenant, keys if automatic and is_cut else ())
             stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
-            return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
+            try:
+                return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
+            except QuotaExceeded:
+                self.tree.forget_bare(stems[0])
+                raise
 
     def expire_pins(self) -> None:
         self.pins.expire(self.scheduler.clock())

@@ -19,6 +19,10 @@ class Catalogue:
         self._hidden: Counter[Key] = Counter()  # not to be found any more, and still to be removed from so many tiers
         self._expired: dict[Key, None] = {}
 
+    def shown(self, keys: Iterable[Key]) -> set[Key]:
+        """But for those that are to be removed."""
+        return {key for key in keys if key not in self._hidden}
+
     def find(self, sought: Sought, host: Tier, below: Sequence[Tier]) -> Found:
         """What there is, whether it is worth loading or not."""
         size, limit, keys, silent = self._page_size, sought.limit, sought.keys, set[str]()

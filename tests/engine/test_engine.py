@@ -314,6 +314,15 @@ def test_a_turn_that_exceeds_the_quota_leaves_the_last_ones_pin() -> None:
     assert list(engine.pins) == [pin]
 
 
+def test_pins_that_are_refused_leave_nothing_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    monkeypatch.setattr("pando.engine.pins.MAX_PINS", 0)
+    for number in range(9):
+        with pytest.raises(QuotaExceeded, match="unpin one first"):
+            engine.pin(TRUNK, Tenant(bytes([number])), 0, None)
+    assert not list(engine.tree.stems())
+
+
 def test_tenants_of_whom_nothing_is_cached_leave_nothing_in_the_tree() -> None:
     engine = tiny_engine(prefix_caching=False)
     for number in range(20):
