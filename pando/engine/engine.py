@@ -2,8 +2,10 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -94,7 +96,7 @@ class Engine:
         self._flight: Flight | None = None
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
         self._whole, self._settled = Whole(self._begin_again, self._drop_cancelled), 0.0
-        self._cancelled, self._events = list[str](), list[TokenEvent]()  # requests; and what nobody has heard of yet
+        self._cancelled, self._events = list[str](), deque[TokenEvent]()  # requests; and what nobody has heard of yet
 
     def warm_up(self) -> None:
         """Hardly anything is compiled any more when requests come."""
@@ -160,10 +162,7 @@ class Engine:
         with torch.inference_mode(), self._whole_or_not_at_all():
             self._step()
             self._drop_cancelled()
-        try:
-            return self._events
-        finally:  # and no sooner: who does not hear of them now hears of them with the next step
-            self._events = []
+        return list(map(deque.popleft, repeat(self._events, len(self._events))))  # at once: who is interrupted hears of them the next time
 
     def _step(self) -> None:
         if len(self.cutting):
