@@ -2,15 +2,17 @@
 
 import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..config import Attention
 from ..kv.plan import Plan
 from ..store.facts import StoreFacts
-from .batch import Batcher
 from .row import Schedule
+
+if TYPE_CHECKING:
+    from .batch import Batcher
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Shared(NamedTuple):
 class Counting:
     """Of steps. While a plan holds it saves the same in every step, and every row sees one token more."""
 
-    def __init__(self, batcher: Batcher, token_bytes: int) -> None:
+    def __init__(self, batcher: "Batcher", token_bytes: int) -> None:
         self._batcher, self._size = batcher, token_bytes
         self._shared, self._seen = Shared(), 0  # of the last plan; tokens that the rows of the last step saw
 
