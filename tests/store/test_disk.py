@@ -531,17 +531,17 @@ def test_pages_without_a_row_are_remembered_while_they_are_there(make, monkeypat
     def locked(*_: object) -> None:
         raise sqlite3.OperationalError("database is locked")
 
-    one, index = make(), []
-    index.append(one._folder.index)
+    one = make()
+    index = one._folder.index
     monkeypatch.setattr(folder, "UNINDEXED", 5)
     with monkeypatch.context() as patch:
-        patch.setattr(index[0], "add", locked)
+        patch.setattr(index, "add", locked)
         for place in range(20):
             one.save(card(place), layers(card(place)))
         assert len(one._folder._unindexed) == 6
         one.drop([card(18).key])
     one.save(card(30), layers(card(30)))
-    names = {name for _, name in index[0].names()}
+    names = {name for _, name in index.names()}
     assert names == set(keys([card(place) for place in (15, 16, 17, 19, 30)]))
     assert make().look(keys([card(3)])) == 1, "the next start finds all files"
 
