@@ -36,10 +36,9 @@ CREATE TABLE IF NOT EXISTS notes (
 );
 CREATE INDEX IF NOT EXISTS notes_used ON notes (used);
 """
-_SOUND = " AND ".join(  # rows may come from anywhere
-    f"typeof({column}) IN ({kinds})"
-    for kinds, columns in {"'blob'": "key parent tenant tokens", "'integer'": "count size pinned", "'real', 'integer'": "born used"}.items()
-    for column in columns.split()
+_KINDS = {"'blob'": "key parent tenant tokens", "'integer'": "count size pinned", "'real', 'integer'": "born used"}
+_SOUND = "length(tokens) % 4 = 0 AND " + " AND ".join(  # rows may come from anywhere
+    f"typeof({column}) IN ({kinds})" for kinds, columns in _KINDS.items() for column in columns.split()
 )
 _COLUMNS = "shape, key, parent, tenant, count, size, born, used, pinned"
 
@@ -113,6 +112,9 @@ class Index:
         if (said := list(self._connection.execute("PRAGMA quick_check(1)"))) != [("ok",)]:
             raise sqlite3.DatabaseError(f"the index is damaged: {said}")
         self._connection.executescript(_TABLE + f"PRAGMA user_version = {_VERSION};" * (not version))
+        if list(self._connection.execute(f"SELECT 1 FROM pages WHERE NOT ({_SOUND}) LIMIT 1")):  # whose files are found without them
+            with self._connection:
+                self._connection.execute(f"DELETE FROM pages WHERE NOT ({_SOUND})")
 
     def close(self) -> None:
         with self._lock:
@@ -153,8 +155,7 @@ class Index:
             [(version,)] = self._connection.execute("PRAGMA data_version").fetchall()
             if version == before:
                 return None
-            where = f"shape = ? AND id > ? AND length(tokens) % 4 = 0 AND {_SOUND}"
-            sql = f"SELECT id, key, parent, tenant, tokens, size FROM pages WHERE {where} ORDER BY id"
+            sql = f"SELECT id, key, parent, tenant, tokens, size FROM pages WHERE shape = ? AND id > ? AND {_SOUND} ORDER BY id"
             return version, [Found(*row) for row in self._connection.execute(sql, (shape, last)).fetchall()]
         finally:
             self._lock.release()
