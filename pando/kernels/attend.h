@@ -23,8 +23,8 @@ typedef struct {
     const int32_t *query, *seen, *ahead; /* of each pair: its query, how many keys it sees, how far ahead of it the first one lies */
     const int32_t *starts, *of;          /* the parts of token t are of[starts[t]] to of[starts[t + 1]] */
     float *parts;                        /* partial results [parts, H, D] */
-    float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H] */
-    int32_t count, threads, T, H, K, D;
+    float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H], and a vector's width more */
+    int32_t count, longer, threads, T, H, K, D; /* chains, and those of them behind which all are short */
     float scale; /* times log2(e): inside the kernel weights are powers of 2 */
 } Work;
 
@@ -82,39 +82,60 @@ static inline void ask_for(const Work *w, const Block *block, int j) {
 #include "by_tiles.h"
 #endif
 
-/* Of a task, a chain and a head: what it begins with. */
-static Block first_block(const Work *w, int task) {
-    if (task >= w->count * w->K) return (Block){0};
-    const Tile *tile = w->tiles + w->chains[task % w->count];
-    return (Block){w->slots + tile->slots + tile->from, tile->to - tile->from, task / w->count};
+/* A task is one head of a chain, head by head, so that its keys stay in the cache; or a short chain, all of whose heads lie side by side. */
+static inline int tasks_of(const Work *w) { return w->longer * w->K + w->count - w->longer; }
+
+static inline Block first_block(const Work *w, int chain, int h) {
+    const Tile *tile = w->tiles + w->chains[chain];
+    return (Block){w->slots + tile->slots + tile->from, tile->to - tile->from, h};
 }
 
-static void attend_chain(const Work *w, int task, Desk *desk) {
-    const int32_t *chain = w->chains + task % w->count;
-    const Tile *tile = w->tiles + chain[0], *last = w->tiles + chain[1];
-    Block next = first_block(w, task + w->threads); /* threads take turns */
+static Block begin_of(const Work *w, int task) {
+    if (task >= tasks_of(w)) return (Block){0};
+    int rest = task - w->longer * w->K;
+    return rest < 0 ? first_block(w, task % w->longer, task / w->longer) : first_block(w, w->longer + rest, 0);
+}
+
+static void attend_chain(const Work *w, int chain, int h, Block next, Desk *desk) {
+    const Tile *tile = w->tiles + w->chains[chain], *last = w->tiles + w->chains[chain + 1];
 #ifdef TILES
     if (w->D % DEPTH == 0 && tiles_granted()) { /* few queries, too: most columns are idle then, and still it is faster */
-        look_by_tiles(w, tile, last, task / w->count, next, desk);
+        look_by_tiles(w, tile, last, h, next, desk);
         return;
     }
 #endif
-    look_by_vectors(w, tile, last, task / w->count, next, desk);
+    look_by_vectors(w, tile, last, h, next, desk);
 }
 
-/* What one head of a token finds in all of its parts. A part that saw nothing weighs nothing; who saw nothing at all answers zero. */
+static void do_task(const Work *w, int task, Desk *desk) {
+    int rest = task - w->longer * w->K;
+    Block next = begin_of(w, task + w->threads); /* threads take turns */
+    if (rest < 0) attend_chain(w, task % w->longer, task / w->longer, next, desk);
+    else
+        for (int h = 0, chain = w->longer + rest; h < w->K; h++)
+            attend_chain(w, chain, h, h + 1 < w->K ? first_block(w, chain, h + 1) : next, desk);
+}
+
+/* What up to WIDTH heads of a token, from h on, find in all of its parts. A part that saw nothing weighs nothing; who saw nothing at all
+   answers zero. */
 static void merge(const Work *w, int t, int h) {
-    int H = w->H, D = w->D;
-    float top = -INFINITY, sum = 0, row[SIZE] = {0};
-    for (int i = w->starts[t]; i < w->starts[t + 1]; i++) top = w->peaks[w->of[i] * H + h] > top ? w->peaks[w->of[i] * H + h] : top;
+    int H = w->H, D = w->D, heads = H - h < WIDTH ? H - h : WIDTH;
+    float rows[WIDTH][SIZE], weight[WIDTH];
+    vec top = all(-INFINITY), sum = all(0);
+    for (int i = w->starts[t]; i < w->starts[t + 1]; i++) top = larger(load_float(w->peaks + (int64_t)w->of[i] * H + h), top);
+    for (int n = 0; n < heads; n++) memset(rows[n], 0, D * sizeof(float));
     for (int i = w->starts[t]; i < w->starts[t + 1]; i++) {
         int64_t from = (int64_t)w->of[i] * H + h;
-        if (w->sums[from] == 0) continue;
-        float weight = exp2_one(w->peaks[from] - top);
-        sum += weight * w->sums[from];
-        for (int d = 0; d < D; d++) row[d] += weight * w->parts[from * D + d];
+        vec sums = load_float(w->sums + from), weights = exp2_fast(load_float(w->peaks + from) - top);
+        weights = either(sums == 0, all(0), weights);
+        sum += either(sums == 0, all(0), weights * sums);
+        store_float(weight, weights);
+        for (int n = 0; n < heads; n++)
+            if (weight[n] != 0)
+                for (int d = 0; d < D; d++) rows[n][d] += weight[n] * w->parts[(from + n) * D + d];
     }
-    for (int d = 0; d < D; d++) w->out[((int64_t)t * H + h) * D + d] = down(sum == 0 ? 0.0f : row[d] / sum);
+    for (int n = 0; n < heads; n++)
+        for (int d = 0; d < D; d++) w->out[((int64_t)t * H + h + n) * D + d] = down(sum[n] == 0 ? 0.0f : rows[n][d] / sum[n]);
 }
 
 void attend(const Work *w) {
@@ -125,11 +146,11 @@ void attend(const Work *w) {
         if (tiles_granted()) tiles_begin();
 #endif
 #pragma omp for schedule(dynamic)
-        for (int task = 0; task < w->count * w->K; task++) attend_chain(w, task, &desk); /* a head's keys stay in the cache */
+        for (int task = 0; task < tasks_of(w); task++) do_task(w, task, &desk);
 #ifdef TILES
         if (tiles_granted()) tiles_end();
 #endif
 #pragma omp for schedule(static)
-        for (int place = 0; place < w->T * w->H; place++) merge(w, place / w->H, place % w->H);
+        for (int place = 0; place < w->T * ((w->H + WIDTH - 1) / WIDTH); place++) merge(w, place % w->T, place / w->T * WIDTH);
     }
 }

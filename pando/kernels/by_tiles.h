@@ -175,20 +175,24 @@ static void take_values(const Look *look, const Unit *unit, int piece) {
 /* What vectors do while tiles are multiplied, a piece of each in every turn: have keys fetched, transpose values, and weigh. */
 typedef struct {
     const Look *look;
-    const Unit *unit;
     Block fetched;
-    int each, asked;      /* keys in a turn, and so far */
+    int each, asked; /* keys in a turn, and so far */
+    const Unit *unit;
     int pieces, taken;    /* of values, and so far */
     int weights, weighed; /* of 16 keys, and so far */
 } Turns;
 
+static inline void ask_for_some(Turns *t, int keys) {
+    for (int i = 0; i < keys && t->asked < t->fetched.count; i++) ask_for(t->look->w, &t->fetched, t->asked++);
+}
+
 static inline void take_turn(Turns *t) {
-    for (int i = 0; i < t->each && t->asked < t->fetched.count; i++) ask_for(t->look->w, &t->fetched, t->asked++);
+    ask_for_some(t, t->each);
     if (t->taken < t->pieces) take_values(t->look, t->unit, t->taken++);
     if (t->weighed < t->weights) weigh_keys(t->look, t->unit, t->weighed++ * SIDE, SIDE);
 }
 
-static inline int is_left(const Turns *t) { return t->asked < t->fetched.count || t->taken < t->pieces || t->weighed < t->weights; }
+static inline int is_left(const Turns *t) { return t->taken < t->pieces || t->weighed < t->weights; }
 
 /* 16 keys: where the first is, or none, and how many bytes the next one is from it. */
 typedef struct {
@@ -259,12 +263,18 @@ static inline void gather_values(const Look *look, const Unit *unit, Turns *turn
     }
 }
 
-/* A share of the block behind a unit's: as much as it is of its own. */
-static inline Block share_of_next(const Look *look, const Unit *unit) {
+/* From a unit on a share of the block behind its own is fetched: as much as it is of its own. Behind the last unit there are two more rounds:
+   asked for at once, they would hold up the unit itself. */
+static inline void fetch_next(Turns *t, const Unit *unit) {
+    const Look *look = t->look;
     Unit next = first_of_next_block(look, unit);
     Block block = next.tile ? (Block){look->w->slots + next.tile->slots + next.from, next.count, look->h} : look->next;
     int count = block.count < LONG ? block.count : LONG, begin = count * unit->group / look->groups;
-    return (Block){block.slots + begin, count * (unit->group + 1) / look->groups - begin, block.head};
+    int last = !next.tile && unit->group + 1 == look->groups;
+    ask_for_some(t, LONG);
+    t->fetched = (Block){block.slots + begin, count * (unit->group + 1) / look->groups - begin, block.head};
+    t->each = t->fetched.count / ((last ? 4 : 2) * unit->depth) + 1;
+    t->asked = 0;
 }
 
 /* What was found is written as parts. */
@@ -285,37 +295,39 @@ static void tell(const Look *look, const Tile *tile, int any) {
 }
 
 /* One round: scores of the unit `after`, weights of `now`, and what comes of those of the one `before`. */
-static inline void go_round(const Look *look, Unit *before, const Unit *now, const Unit *after, Source *keys) {
-    Turns turns = {.look = look, .unit = now};
+static inline void go_round(const Look *look, Unit *before, const Unit *now, const Unit *after, Source *keys, Turns *turns) {
+    turns->unit = now;
+    turns->pieces = turns->taken = turns->weights = turns->weighed = 0;
     if (now->tile && before->tile && before->group == now->group && is_unsettled(look, now)) { /* before peaks move */
-        gather_values(look, before, &turns);
+        gather_values(look, before, turns);
         before->tile = 0;
     }
     if (now->tile) {
         make_ready(look, now);
-        turns.weights = now->depth * (DEPTH / SIDE);
-        turns.pieces = now->group ? 0 : now->depth * (look->w->D / DEPTH);
+        turns->weights = now->depth * (DEPTH / SIDE);
+        turns->pieces = now->group ? 0 : now->depth * (look->w->D / DEPTH);
     }
     if (after->tile) {
-        turns.fetched = share_of_next(look, after);
-        turns.each = turns.fetched.count / (2 * after->depth) + 1;
+        fetch_next(turns, after);
         if (!after->group) find_keys(look, after, keys);
-        make_scores(look, after, keys, &turns);
+        make_scores(look, after, keys, turns);
     }
-    if (before->tile) gather_values(look, before, &turns);
-    while (is_left(&turns)) take_turn(&turns);
+    if (before->tile) gather_values(look, before, turns);
+    while (is_left(turns)) take_turn(turns);
     if (now->tile) finish(look, now);
 }
 
 static void look_by_tiles(const Work *w, const Tile *tile, const Tile *last, int h, Block next, Desk *desk) {
     Look look = {w, last, h, (rows_of_tile(w, tile) + SIDE - 1) / SIDE, w->slopes ? 1.0f : w->scale, next, desk};
     Source keys[LONG / SIDE];
+    Turns turns = {.look = &look};
     for (int r = 0; r < look.groups * SIDE; r++) desk->peak[r] = -INFINITY, desk->sums[r] = 0;
     Unit before = {0}, now = {0}, after = unit_of(&look, tile, 0);
     int any = after.tile != 0;
     for (; before.tile || now.tile || after.tile; before = now, now = after, after = unit_behind(&look, &after)) {
         if (after.tile && after.tile != now.tile) take_queries(&look, after.tile);
-        go_round(&look, &before, &now, &after, keys);
+        go_round(&look, &before, &now, &after, keys, &turns);
     }
+    ask_for_some(&turns, LONG);
     tell(&look, tile, any);
 }

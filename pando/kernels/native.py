@@ -31,7 +31,7 @@ from .timing import seconds
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
-ROWS, LARGEST_HEAD, DEPTH = 256, 256, 32  # as in attend.h, native.c and tiles.h
+ROWS, LARGEST_HEAD, DEPTH, LANES = 256, 256, 32, 16  # as in attend.h, native.c and tiles.h
 VECTOR_ROWS = 96  # packed queries that look together by vectors; by tiles as many as there may be, for the fewest passes over the keys
 TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave threads without work
 TASKS_PER_THREAD = 3  # from which the last to finish keeps nobody waiting for long
@@ -47,7 +47,7 @@ class Work(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen", "ahead")),
         *((name, ctypes.c_void_p) for name in ("starts", "of", "parts", "peaks", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "threads", "tokens", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
     ]
 
@@ -231,7 +231,11 @@ class NativeLowering:
         rows = ROWS if tiles else VECTOR_ROWS
         self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, enough=enough, chained=tiles)
         self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
-        self._peaks, self._sums = torch.empty(2, self._tiling.parts, geometry.heads)
+        scores = torch.empty(2, self._tiling.parts * geometry.heads + LANES)[:, :-LANES]  # as many more may be read
+        self._peaks, self._sums = (each.view(-1, geometry.heads) for each in scores)
+        moved, shape = len(self._tiling.readers_moved), (geometry.heads, geometry.head_dim)
+        self._out = torch.empty(self._count, *shape, dtype=library.dtype)
+        self._queries = torch.empty(self._count + moved if moved else 0, *shape, dtype=library.dtype)
         self.begin(positions)
 
     def _share_out(self, reads: Reads, dense: Dense, positions: Tensor) -> Left:
@@ -265,32 +269,31 @@ class NativeLowering:
         """All of the kernel's that stay the same from layer to layer; the rest is filled in for each."""
         tiling, g = self._tiling, self._geometry
         arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
+        slopes = None if g.slopes is None else g.slopes.data_ptr()
         return Work(
-            None, None, None, None, None if g.slopes is None else g.slopes.data_ptr(), *(array.ctypes.data for array in arrays),
+            None, None, None, self._out.data_ptr(), slopes, *(array.ctypes.data for array in arrays),
             self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
-            len(tiling.chains) - 1, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale * LOG2_E,
+            len(tiling.chains) - 1, tiling.longer, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale * LOG2_E,
         )  # fmt: skip
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As in `Lowering`, but that what it answers is written over by the next call."""
         for part, place in self._dense:
             out, lse = part.read(q, turned, k, v)
             self._parts[place] = out
             torch.mul(lse, LOG2_E, out=self._peaks[place])
-        turned, work = self._with_moved(q, turned.contiguous()), self._work
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        work.q, work.k, work.v, work.out = turned.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        turned, work = turned.contiguous() if self._tiling.turn is None else self._with_moved(q, turned), self._work
+        work.q, work.k, work.v = turned.data_ptr(), k.data_ptr(), v.data_ptr()
         self._library.attend(self._place)
-        return out
+        return self._out
 
     def _with_moved(self, q: Tensor, turned: Tensor) -> Tensor:
         """The step's queries, and behind them those of moved placements."""
-        turn, which = self._tiling.turn, self._tiling.readers_moved
-        if turn is None:
-            return turned
-        queries = turned.new_empty(len(turned) + len(which), *turned.shape[1:])
-        queries[: len(turned)] = turned
+        turn, which, queries = self._tiling.turn, self._tiling.readers_moved, self._queries
+        assert turn is not None
+        queries[: self._count] = turned
         self._library.rotate(
-            q.data_ptr(), q.stride(0), which.ctypes.data, turn.data_ptr(), turn.shape[-1], queries[len(turned) :].data_ptr(),
+            q.data_ptr(), q.stride(0), which.ctypes.data, turn.data_ptr(), turn.shape[-1], queries[self._count :].data_ptr(),
             len(which), *turned.shape[1:],
         )  # fmt: skip
         return queries

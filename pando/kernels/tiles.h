@@ -189,12 +189,29 @@ static __attribute__((noinline)) void transpose_values(const el *const rows[DEPT
     }
 }
 
+#define LOW_LANE 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH_LANE 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+
+/* Of sixteen rows of sixteen lanes the first four columns. */
+static inline void first_columns(const float *from, sixteen to[4]) {
+    const el *rows[SIDE];
+    sixteen x[4], low[2], high[2];
+    for (int i = 0; i < SIDE; i++) rows[i] = (const el *)(from + i * SIDE);
+    for (int i = 0; i < 4; i++) x[i] = (sixteen)of_four(rows + i, 4, 0);
+    for (int i = 0; i < 2; i++) low[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], LOW_LANE), high[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], HIGH_LANE);
+    to[0] = PICK(sixteen, low[0], low[1], LOW_2), to[1] = PICK(sixteen, low[0], low[1], HIGH_2);
+    to[2] = PICK(sixteen, high[0], high[1], LOW_2), to[3] = PICK(sixteen, high[0], high[1], HIGH_2);
+}
+
 /* What was gathered by such values, `count` of 16 columns, becomes rows of D. */
 static inline void unpack_sums(const float *sums, int D, float *const *rows, int count) {
     for (int d = 0; d < D; d += SIDE) {
         sixteen tile[SIDE];
-        memcpy(tile, sums + d * SIDE, sizeof tile);
-        transpose(tile);
+        if (count <= 4) first_columns(sums + d * SIDE, tile);
+        else {
+            memcpy(tile, sums + d * SIDE, sizeof tile);
+            transpose(tile);
+        }
         for (int i = 0; i < count; i++) memcpy(rows[i] + d, tile + i, sizeof *tile);
     }
 }

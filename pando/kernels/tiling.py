@@ -19,6 +19,7 @@ from .rope import turns
 Numbers = NDArray[np.int64]
 
 GRAIN = 64  # keys of which a cut is a multiple
+SHORT = 128  # keys of a chain whose heads are looked at by one thread
 
 
 class Left(NamedTuple):
@@ -68,12 +69,19 @@ class Tiling:
         pair = reads.query_starts[read] + slice_ * pairs
         heads = np.flatnonzero(_changes(run[read], slice_, cut))
         self.chains: Ints = np.append(heads, len(read)).astype(np.int32)
+        self.longer = self._longer(stop - start, enough)
         part = np.cumsum(width[heads]) - width[heads]
         slot, begin, parts = reads.page_starts[read] * reads.page_size, left.begin[read], np.repeat(part, np.diff(self.chains))
         columns = (slot, begin + start, begin + stop, pair, width, len(left.owners) + parts)
         self.tiles: Ints = np.stack(columns, axis=1).astype(np.int32)
         answered: Numbers = self.reader[np.repeat(pair[heads] - part, width[heads]) + np.arange(width[heads].sum())]
         return answered
+
+    def _longer(self, keys: Numbers, enough: float) -> int:
+        """Chains up to the last one of more than a few keys; none is short, if tasks of all heads would be too few."""
+        long = np.flatnonzero(np.add.reduceat(keys, self.chains[:-1]) > SHORT) if len(keys) else keys
+        first, count = int(long[-1]) + 1 if len(long) else 0, len(self.chains) - 1
+        return first if count - first >= enough * self._geometry.kv_heads else count
 
     def _list_parts(self, owner: Numbers, count: int) -> None:
         self.parts = len(owner)

@@ -137,7 +137,7 @@ class Case:
 def poisoned(lowering: Lowering | NativeLowering, positions: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     """A step, in which whatever it is about to write holds NaN before."""
     if isinstance(lowering, NativeLowering):
-        for result in (lowering._parts, lowering._peaks, lowering._sums):
+        for result in (lowering._parts, lowering._peaks, lowering._sums, lowering._out, lowering._queries):
             result.fill_(torch.nan)
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
@@ -226,6 +226,18 @@ def test_every_cpu_path_takes_any_number_of_readers(rows: int) -> None:
     for group in (1, 3, 4, 7, 8):
         case = Case(rows + group, "rope", decoding=True, shape=(group, 16), tails=(0, 3, 4, 5), rows=rows)
         case.check(case.paths(), case.positions)
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 20])  # the first columns of a group of tiles, more of them, and two groups
+def test_short_reads_at_the_end_are_one_task_for_all_heads(group: int) -> None:
+    for seed in range(6):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = Case(seed, "rope", dtype, decoding=True, shape=(group, 64, 3), tails=(0, 11, 63, 64, 100), rows=20)
+            paths = case.by_tiles() if dtype is torch.bfloat16 else case.paths()
+            case.check(paths, case.positions)
+            for path in paths.values():
+                if isinstance(path, NativeLowering) and not path._dense:
+                    assert path._tiling.longer < len(path._tiling.chains) - 1
 
 
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
