@@ -34,7 +34,6 @@ TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD, DEPTH, LANES = 256, 256, 32, 16  # as in attend.h, native.c and tiles.h
 VECTOR_ROWS = 96  # packed queries that look together by vectors; by tiles as many as there may be, for the fewest passes over the keys
 TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave threads without work
-TASKS_PER_THREAD = 3  # from which the last to finish keeps nobody waiting for long
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
 RUN_QUERIES, SQUARE_QUERIES, PROBE_KEYS = 32, 128, 2048  # of the reads that are timed: a batch over a prefix, a prompt
 LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2
@@ -226,10 +225,10 @@ class NativeLowering:
         self._library, self._geometry, self._count = library, geometry, len(positions)
         self._dense: list[tuple[Run | Square, slice]] = []
         left = self._share_out(reads, dense, positions)
-        enough = TASKS_PER_THREAD * torch.get_num_threads() / geometry.kv_heads
+        threads = torch.get_num_threads()
         tiles = library.tiles and geometry.head_dim % DEPTH == 0
         rows = ROWS if tiles else VECTOR_ROWS
-        self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, enough=enough, chained=tiles)
+        self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, threads=threads, chained=tiles)
         self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
         scores = torch.empty(2, self._tiling.parts * geometry.heads + LANES)[:, :-LANES]  # as many more may be read
         self._peaks, self._sums = (each.view(-1, geometry.heads) for each in scores)

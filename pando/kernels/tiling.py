@@ -20,6 +20,8 @@ Numbers = NDArray[np.int64]
 
 GRAIN = 64  # keys of which a cut is a multiple
 SHORT = 128  # keys of a chain whose heads are looked at by one thread
+TASKS_PER_THREAD = 3  # from which the last to finish keeps nobody waiting for long
+SIDE, BESIDE = 16, 96  # as many packed queries, and keys, take as long as what is done for every key, and for every read
 
 
 class Left(NamedTuple):
@@ -31,28 +33,28 @@ class Left(NamedTuple):
 
 
 class Tiling:
-    """A read is cut into so many tiles, `enough`, that the machine is kept busy, but none of less than `keys` keys for that. `chained`:
+    """A read is cut into so many tiles that all `threads` are kept busy, but none of less than `keys` keys for that. `chained`:
     neighbouring reads with the same queries are cut as if they were one."""
 
     def __init__(
-        self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, enough: float, chained: bool
+        self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, threads: int, chained: bool
     ) -> None:
-        self._geometry = geometry
+        self._geometry, self._threads = geometry, threads
         self.slots: Ints = np.add.outer(reads.pages * reads.page_size, np.arange(reads.page_size, dtype=np.int32)).reshape(-1)
         queries = np.diff(reads.query_starts)
         self._first, self._tokens = np.repeat(reads.first, queries), np.repeat(reads.tokens, queries)
         self.reader, self._shifts = reads.queries.astype(np.int64), reads.shifts
         run = _runs(reads) if chained else np.arange(len(reads))
-        answered = self._tile(reads, left, run, max(1, rows // (geometry.heads // geometry.kv_heads)), keys, enough)
+        answered = self._tile(reads, left, run, max(1, rows // (geometry.heads // geometry.kv_heads)), keys)
         self._list_parts(np.concatenate((left.owners, answered)), count)
         self._find_moved(count)
 
-    def _tile(self, reads: Reads, left: Left, run: Numbers, pairs: int, keys: int, enough: float) -> Numbers:
+    def _tile(self, reads: Reads, left: Left, run: Numbers, pairs: int, keys: int) -> Numbers:
         """Makes the tiles of reads, each of which is in a run; answers the tokens of their parts."""
         queries, length = np.diff(reads.query_starts).astype(np.int64), left.end - left.begin
         slices = -(-queries // pairs)
-        wanted = np.ceil(enough / np.maximum(1, slices)).astype(np.int64)
         before, total = _within(run, length)
+        wanted = np.maximum(1, np.ceil(self._tasks_of(queries, total) / np.maximum(1, slices))).astype(np.int64)
         step = np.maximum(keys, -(-total // wanted // GRAIN) * GRAIN)
         first = before // step
         cuts = np.where(length > 0, (before + length - 1) // step - first + 1, 0)
@@ -69,7 +71,7 @@ class Tiling:
         pair = reads.query_starts[read] + slice_ * pairs
         heads = np.flatnonzero(_changes(run[read], slice_, cut))
         self.chains: Ints = np.append(heads, len(read)).astype(np.int32)
-        self.longer = self._longer(stop - start, enough)
+        self.longer = self._longer(stop - start)
         part = np.cumsum(width[heads]) - width[heads]
         slot, begin, parts = reads.page_starts[read] * reads.page_size, left.begin[read], np.repeat(part, np.diff(self.chains))
         columns = (slot, begin + start, begin + stop, pair, width, len(left.owners) + parts)
@@ -77,11 +79,21 @@ class Tiling:
         answered: Numbers = self.reader[np.repeat(pair[heads] - part, width[heads]) + np.arange(width[heads].sum())]
         return answered
 
-    def _longer(self, keys: Numbers, enough: float) -> int:
+    def _tasks_of(self, queries: Numbers, keys: Numbers) -> NDArray[np.float64]:
+        """Of each read, for one head. Short reads come last: if there are enough of them, they keep everyone busy while the last of the
+        others ends, and those need not be cut."""
+        group, heads = self._geometry.heads // self._geometry.kv_heads, self._geometry.kv_heads
+        work = np.where(keys > 0, (keys + BESIDE) * (queries * group / SIDE + 1), 0.0)
+        short = work[keys <= SHORT].sum()
+        gap = work / heads * (self._threads - 1)
+        tasks: NDArray[np.float64] = np.minimum(TASKS_PER_THREAD * self._threads / heads, gap / short if short else np.inf)
+        return tasks
+
+    def _longer(self, keys: Numbers) -> int:
         """Chains up to the last one of more than a few keys; none is short, if tasks of all heads would be too few."""
         long = np.flatnonzero(np.add.reduceat(keys, self.chains[:-1]) > SHORT) if len(keys) else keys
         first, count = int(long[-1]) + 1 if len(long) else 0, len(self.chains) - 1
-        return first if count - first >= enough * self._geometry.kv_heads else count
+        return first if count - first >= TASKS_PER_THREAD * self._threads else count
 
     def _list_parts(self, owner: Numbers, count: int) -> None:
         self.parts = len(owner)

@@ -1,0 +1,50 @@
+"""Into how many pieces a plan is cut for the C kernel."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from pando.kernels.reads import joined
+from pando.kernels.reference import Geometry
+from pando.kernels.tiling import Left, Tiling
+
+PAGE = 64
+HEADS = Geometry(9, 3, 64, 0.125)
+
+
+def tiled(shared: int, tails: Sequence[int], threads: int) -> Tiling:
+    """Rows that share so many tokens, and have so many each of their own."""
+    rows, page, parts = range(len(tails)), 0, []
+    for tokens, queries in ((shared, rows), *((tail, rows[i : i + 1]) for i, tail in enumerate(tails))):
+        pages = list(range(page, page := page + -(-tokens // PAGE)))
+        parts.append((pages, tokens, 0, queries, [0] * len(queries)))
+    reads = joined(PAGE, parts)
+    left = Left(np.zeros(len(reads), np.int64), reads.tokens.astype(np.int64), np.zeros(0, np.int64))
+    return Tiling(reads, left, len(tails), HEADS, rows=256, keys=512, threads=threads, chained=True)
+
+
+def keys_of_chains(tiling: Tiling) -> list[int]:
+    found: list[int] = np.add.reduceat(tiling.tiles[:, 2] - tiling.tiles[:, 1], tiling.chains[:-1]).tolist()
+    return found
+
+
+def test_a_long_read_is_cut_so_that_no_thread_waits() -> None:
+    assert keys_of_chains(tiled(2048, [64] * 4, threads=2)) == [1024, 1024, *[64] * 4]
+    assert keys_of_chains(tiled(2048, [64] * 4, threads=8)) == [*[512] * 4, *[64] * 4]
+
+
+def test_a_long_read_is_left_whole_where_short_ones_fill_the_gap() -> None:
+    assert keys_of_chains(tiled(2048, [64] * 32, threads=2)) == [2048, *[64] * 32]
+    assert keys_of_chains(tiled(2048, [64] * 4, threads=1)) == [2048, *[64] * 4]
+
+
+@pytest.mark.parametrize(("tails", "longer"), [([64] * 32, 1), ([64] * 5, 7), ([64] * 9 + [500] + [1] * 6, 12), ([500] * 8, 10)])
+def test_short_reads_at_the_end_are_one_task_for_all_heads_if_they_are_many(tails: list[int], longer: int) -> None:
+    tiling = tiled(2048, tails, threads=2)
+    assert tiling.longer == longer, keys_of_chains(tiling)
+
+
+def test_nothing_is_read() -> None:
+    assert keys_of_chains(tiled(64, [0] * 3, threads=2)) == [64]
+    assert len(tiled(0, [0], threads=2).tiles) == 0
