@@ -228,11 +228,11 @@ def test_every_cpu_path_takes_any_number_of_readers(rows: int) -> None:
         case.check(case.paths(), case.positions)
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 20])  # the first columns of a group of tiles, more of them, and two groups
-def test_short_reads_at_the_end_are_one_task_for_all_heads(group: int) -> None:
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (3, 3), (5, 3), (20, 3), (3, 18)])  # up to 4 columns, more, two groups, many heads
+def test_short_reads_at_the_end_are_one_task_for_all_heads(group: int, kv_heads: int) -> None:
     for seed in range(6):
         for dtype in (torch.float32, torch.bfloat16):
-            case = Case(seed, "rope", dtype, decoding=True, shape=(group, 64, 3), tails=(0, 11, 63, 64, 100), rows=20)
+            case = Case(seed, "rope", dtype, decoding=True, shape=(group, 64, kv_heads), tails=(0, 11, 63, 64, 100), rows=20)
             paths = case.by_tiles() if dtype is torch.bfloat16 else case.paths()
             case.check(paths, case.positions)
             for path in paths.values():
