@@ -19,7 +19,7 @@ from .sampler import check
 from .truncation import Cut
 
 MANY_OWNERS = 4096  # from which on they are looked through
-PUBLIC = Tenant(b"public", b"public")  # what belongs to everyone
+PUBLIC = Tenant(b"\xffpublic", b"public")  # what belongs to everyone; no text is its salt
 TEMPLATES = 64  # of modules that stand before the words of prompts, for which is remembered what to look for
 
 
@@ -64,7 +64,7 @@ class Admission:
         self.owners |= {want.lineage.owner: request.tenant.owner for want in asked}
         foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
         repair = request.repair if foreign else 0.0
-        if before:
+        if before or at:
             placed = Origin(tuple([want.run for want in asked]), at)
             lineage = Lineage.of(repair_key(tenant, before, at, repair) if repair else placed.key(tenant))
             self.owners[lineage.owner] = request.tenant.owner
@@ -72,7 +72,7 @@ class Admission:
             check_gaps(before, at + ends)
             asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
             last, at, imported = self.last(prompt, params.max_tokens, 0, self.pages_of(before)), 0, 0
-        trace = [] if before else self._trace(prompt, request.tenant.owner)
+        trace = [] if before or at else self._trace(prompt, request.tenant.owner)
         blocked = (*eos, *(params.stop_token_ids or ()))
         rows = [
             Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=imported)

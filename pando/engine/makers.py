@@ -46,6 +46,10 @@ class Makers:
     def of(self, name: tuple[Key, bytes]) -> Row | None:
         return self._making.get(name)
 
+    def is_lacked(self, want: Want) -> bool:
+        """Is there a row that needs it, and was not placed yet?"""
+        return want.name in self._lacking
+
     def forget(self, row: Row) -> None:
         """A row that is gone: what it made, and what it waited for."""
         if row.makes is not None:

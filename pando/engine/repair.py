@@ -64,7 +64,8 @@ class Repairer:
         something else are computed again."""
         slots = self._slots(pages)[: len(tokens)]
         for part in parts:
-            self._copy(part, slots)
+            if len(part.want):  # a module of one token at the end is computed with the row
+                self._copy(part, slots)
         self._compute(torch.tensor(tokens, device=self._device), pages, slots, parts, count)
 
     def _copy(self, part: Import, slots: Tensor) -> None:

@@ -52,8 +52,8 @@ class Scheduler:
         self.starved = False  # nobody runs or is on its way, and there is no room for the first that waits
         self._stuck_at: int | None = None  # pages that could be had when nobody could be admitted: until there are more, or a row goes
         self.below = Below(store, tree) if store is not None else None
-        self._holding = Holding(pages, tree, self.turns, self.below, reuse=reuse)
         self.makers = Makers(tree, self.waiting, self.running, self.loading, self._arrivals)
+        self._holding = Holding(pages, tree, self.turns, self.below, self.makers.is_lacked, reuse=reuse)
 
     @property
     def _is_stuck(self) -> bool:

@@ -51,15 +51,18 @@ def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt",
         raise element.wrong(f"the prompt is made from schema {clipped(name)!r}, and this is {schema.name!r}; name that one")
     reading = Reading(schema)
     steps = reading.steps(element, schema.outline.root)
-    walk = _Walk(schema, reading, element.at)
-    walk.prompt(steps)
-    return _bound(schema, walk.placed, tuple([module.path for module in reading.imported]), element.at)
+    bound = _Walk(schema, reading, element.at).bound(steps, joint=True)
+    if not bound.exact and schema.laid.joints:  # what was encoded behind all that stands before it here needs no scaffold
+        alone = _Walk(schema, reading, element.at).bound(steps, joint=False)
+        bound = alone if alone.exact else bound
+    return bound
 
 
 class _Placed(NamedTuple):
     run: Run
     name: str
     blank: bool = False
+    own: bool = False  # a text of the schema, as its layout has it
 
 
 @dataclass
@@ -77,8 +80,12 @@ class _Walk:
     inside: str | None = None  # the role of the schema that goes on where we are
     new_at: Place | None = None  # the new text behind the last run of the schema
 
-    def prompt(self, steps: Sequence[Step]) -> None:
-        self._joint = self._states()
+    def bound(self, steps: Sequence[Step], *, joint: bool) -> Bound:
+        self._joint = self._states() if joint else {}
+        self._prompt(steps)
+        return _bound(self.schema, self.placed, tuple([module.path for module in self.reading.imported]), self.at)
+
+    def _prompt(self, steps: Sequence[Step]) -> None:
         opening, items = self.schema.laid.opening, self.schema.outline.root.items
         if opening is not None and not (items and isinstance(items[0], Words)):
             self._place(opening, OPENING)
@@ -162,7 +169,7 @@ class _Walk:
             start = self._start(home.position)
             run = self._joint.get(words, home)
             name = module.path if module.name else OPENING if home is laid.opening else ANONYMOUS
-            self._place(run if run.position == start else run.moved(start), name)
+            self._place(run if run.position == start else run.moved(start), name, own=True)
             self.new_at = None
         self.closed, self.inside = words.closes, words.inside
 
@@ -209,10 +216,10 @@ class _Walk:
             self._place(Run(role.after, self.position), NEW)
             self.closed, self.open_role = name, None
 
-    def _place(self, run: Run, name: str, blank: bool = False) -> None:
+    def _place(self, run: Run, name: str, blank: bool = False, own: bool = False) -> None:
         self.closed = None
         if run.tokens:
-            self.placed.append(_Placed(run, name, blank))
+            self.placed.append(_Placed(run, name, blank, own))
             self.position = run.end
 
     def _go_to_end(self) -> None:
@@ -228,14 +235,15 @@ def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...],
             f"the prompt takes {placed[-1].run.end:,} positions, and the model's context has {schema.facts.max_len:,}; import less"
         )
     groups: list[list[_Placed]] = []
+    exact = _exact([one.run for one in placed])
     for one in placed:
-        last = groups[-1][-1].run if one.run.origin is None and groups else None
-        if last is not None and last.origin is None and last.end == one.run.position:
-            groups[-1].append(one)
+        last = groups[-1][-1] if one.run.origin is None and groups else None
+        if last is not None and last.run.origin is None and last.run.end == one.run.position and not (exact and one.own and last.own):
+            groups[-1].append(one)  # what was encoded behind texts of the schema had them one by one
         else:
             groups.append([one])
     found = [group[0] if len(group) == 1 else _joined(group) for group in groups]
-    return Bound(tuple([one.run for one in found]), tuple([one.name for one in found]), imported, _exact([one.run for one in placed]))
+    return Bound(tuple([one.run for one in found]), tuple([one.name for one in found]), imported, exact)
 
 
 def _joined(group: Sequence[_Placed]) -> _Placed:

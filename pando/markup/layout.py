@@ -69,6 +69,7 @@ class _Walk:
         self.chain: list[Run] = []  # everything before, as causal texts see it
         self.home: dict[Words, Run] = {}
         self.starts: dict[Param, int] = {}
+        self.order: dict[Words | Param, int] = {}
         self.contexts = 0
 
     def schema(self) -> int:
@@ -102,6 +103,8 @@ class _Walk:
         return position
 
     def _item(self, item: Item, module: Module, own: _Own, position: int) -> int:
+        if isinstance(item, Words | Param):
+            self.order[item] = len(self.order)
         if isinstance(item, Words):
             return self._words(item, module, own, position)
         if isinstance(item, Param):
@@ -159,14 +162,14 @@ class _Walk:
         own = self._own("isolated" if self.outline.encode == "isolated" else "opening", 1 if self.opening else 0)
         runs: dict[Words, Run] = {}
         extra = 0
-        for module in modules:
-            for item in module.items:
-                if isinstance(item, Param):
-                    own.add(Run(item.placeholder, self._first(own, self.starts[item])))
-                elif isinstance(item, Words) and item.tokens:
-                    runs[item] = self._joined(item, own)
-                    extra += 0 if runs[item] is self.home[item] else len(item.tokens)
-                    self._fits(own.runs[-1], item.at, f"module {module.path!r} behind the others of its scaffold")
+        items = [(item, module) for module in modules for item in module.items if isinstance(item, Words | Param) and item in self.order]
+        for item, module in sorted(items, key=lambda one: self.order[one[0]]):  # as they are written: one may stand within another
+            if isinstance(item, Param):
+                own.add(Run(item.placeholder, self._first(own, self.starts[item])))
+            elif item.tokens:
+                runs[item] = self._joined(item, own)
+                extra += 0 if runs[item] is self.home[item] else len(item.tokens)
+                self._fits(own.runs[-1], item.at, f"module {module.path!r} behind the others of its scaffold")
         return Joint(modules, runs, extra)
 
     def _joined(self, words: Words, own: _Own) -> Run:

@@ -5,9 +5,12 @@ stands between are one `Words`.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from heapq import nlargest
+from itertools import islice
 from typing import Any, Literal
 
 from .pml import DEFAULT_LIMITS, Element, Place, clipped
@@ -117,7 +120,10 @@ def told(names: Sequence[str] | Mapping[str, object]) -> str:
 
 def near(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
     """A guess at what was meant."""
-    found = get_close_matches(name[:100], list(names)[:2000], 1)
+    name = name[:100]
+    letters = Counter(name)
+    likely = nlargest(20, islice(names, 2000), key=lambda other: (letters & Counter(other[:100])).total() / (len(name) + len(other)))
+    found = get_close_matches(name, likely, 1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

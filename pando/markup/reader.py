@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from .outline import (
     WORDS_OF_PML,
@@ -21,7 +21,6 @@ from .outline import (
     alias,
     checked,
     choice,
-    every,
     named,
     near,
     told,
@@ -31,6 +30,8 @@ from .sources import Sources
 from .tokens import KEPT, ROLES, Roles, Tokenizer
 
 MAX_SCAFFOLDS = 100
+MAX_PATH = 1024  # characters: every module has one
+MAX_PLACEHOLDERS = 2**21  # tokens, of all params together
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Reader:
         self._sources = Sources(directory, limits.bytes)
         self._roles = Roles(tokenizer)
         self._placeholders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self._held = 0  # tokens in them
         self._facts: list[str] = []  # all that the schema says
 
     def outline(self, element: Element) -> Outline:
@@ -90,7 +92,8 @@ class Reader:
         root = self._module(element._replace(children=rest), "", _Scope("", encode, True), [], opens=True)
         if order == "free":
             _only_opens(root)
-        found = tuple((self._scaffold(child, root), child.at) for child in scaffolds)
+        known = _known(root) if scaffolds else {}
+        found = tuple((self._scaffold(child, known), child.at) for child in scaffolds)
         return Outline(name, layout, encode, order, root, found, self._digest(), element.at)
 
     def _layout(self, element: Element) -> Layout:
@@ -158,8 +161,11 @@ class Reader:
     def _nested(self, items: list[Item | _Draft], element: Element, scope: _Scope, history: list[str], opens: bool) -> None:
         checked(element, "name", "src", "cache", "encode")
         name = named(element) if "name" in element.attributes else ""
+        path = f"{scope.path}/{name}" if scope.path and name else name or scope.path
+        if len(path) > MAX_PATH:
+            raise element.wrong(f"a module whose path has {len(path):,} characters; at most {MAX_PATH:,} are allowed: use shorter names")
         inner = _Scope(
-            path=f"{scope.path}/{name}" if scope.path and name else name or scope.path,
+            path=path,
             encode=choice(element, "encode", get_args(Encode), scope.encode),
             cached=choice(element, "cache", ("true", "false"), "true" if scope.cached else "false") == "true",
             role=scope.role,
@@ -208,8 +214,12 @@ class Reader:
         tokens = tuple(self._tokenizer.text(default)) if default else ()
         if len(tokens) > length:
             raise element.wrong(f"the default of {name!r} has {len(tokens)} tokens, and its len is {length}; shorten it, or raise len")
-        placeholder = self._placeholders.setdefault((tokens, length), tokens + (self._tokenizer.unknown,) * (length - len(tokens)))
-        return Param(name, length, None if default is None else tokens, placeholder, element.at)
+        if (tokens, length) not in self._placeholders:
+            self._held += length
+            if self._held > MAX_PLACEHOLDERS:
+                raise element.wrong(f"the params of this schema have more than {MAX_PLACEHOLDERS:,} tokens, all counted; make them shorter")
+            self._placeholders[tokens, length] = tokens + (self._tokenizer.unknown,) * (length - len(tokens))
+        return Param(name, length, None if default is None else tokens, self._placeholders[tokens, length], element.at)
 
     def _length(self, element: Element, name: str) -> int:
         text = alias(element, "len", "length")
@@ -219,7 +229,7 @@ class Reader:
             raise element.wrong(f"the len of {name!r} is {clipped(text)!r}; it is a number of tokens from 1 to {self._max_len}")
         return int(text)
 
-    def _scaffold(self, element: Element, root: Module) -> tuple[Module, ...]:
+    def _scaffold(self, element: Element, known: "_Known") -> tuple[Module, ...]:
         checked(element, "modules")
         if element.children:
             raise element.wrong("<scaffold> holds something; it only names modules")
@@ -227,17 +237,17 @@ class Reader:
         self._note("scaffold", *names)
         if len(names) < 2:
             raise element.wrong(f'a scaffold of {len(names)} modules; it takes two or more, as in <scaffold modules="a b"/>')
-        known = {module.path: module for module in every(root) if module.name}
         for name in names:
             if name not in known:
                 raise element.wrong(f"a scaffold of {clipped(name)!r}, which is no module{near(name, known)}")
-            if not known[name].cached:
+            if not known[name][0].cached:
                 raise element.wrong(f'a scaffold of {name!r}, which has cache="false": it has no states to join')
         wanted = set(names)
         if len(wanted) < len(names):
             raise element.wrong("a scaffold names a module twice; once is enough")
-        _joinable(root, wanted, element)
-        return tuple(module for path, module in known.items() if path in wanted)
+        found = sorted((known[name] for name in wanted), key=lambda one: one[2])
+        _joinable(known, [module.path for module, *_ in found], element)
+        return tuple(module for module, *_ in found)
 
     def _note(self, *facts: str) -> None:
         self._facts += facts
@@ -275,14 +285,42 @@ def _misplaced(name: str, parent: str) -> str:
     return f"unknown element <{clipped(name)}>{advice}"
 
 
-def _joinable(root: Module, wanted: set[str], element: Element) -> None:
-    for module in (root, *every(root)):
-        for union in (item for item in module.items if isinstance(item, Union)):
-            named = ([one.path for one in (member, *every(member)) if one.path in wanted] for member in union.members)
-            if len(both := [paths[0] for paths in named if paths]) > 1:
-                raise element.wrong(
-                    f"a scaffold of {both[0]!r} and {both[1]!r}, of which no prompt imports more than one; name one of them"
-                )
+class _Within(NamedTuple):
+    """The innermost of the unions that a module stands in, as what it does so, and those around."""
+
+    union: Union
+    member: Module
+    around: "_Within | None"
+
+
+_Known = dict[str, tuple[Module, _Within | None, int]]  # by path: a module, where it is, and its number
+
+
+def _known(root: Module) -> _Known:
+    """All modules that have a name, in the order in which they are written."""
+    found: _Known = {}
+    stack: list[tuple[Module, _Within | None]] = [(root, None)]
+    while stack:
+        module, within = stack.pop()
+        if module.name:
+            found[module.path] = module, within, len(found)
+        for item in reversed(module.items):
+            if isinstance(item, Union):
+                stack += [(member, _Within(item, member, within)) for member in reversed(item.members)]
+            elif isinstance(item, Module):
+                stack.append((item, within))
+    return found
+
+
+def _joinable(known: _Known, paths: Sequence[str], element: Element) -> None:
+    met: dict[Union, tuple[Module, str]] = {}
+    for path in paths:
+        within = known[path][1]
+        while within is not None:
+            other, before = met.setdefault(within.union, (within.member, path))
+            if other is not within.member:
+                raise element.wrong(f"a scaffold of {before!r} and {path!r}, of which no prompt imports more than one; name one of them")
+            within = within.around
 
 
 def _only_opens(root: Module) -> None:

@@ -844,3 +844,9 @@ def test_an_end_token_beyond_the_vocabulary_harms_nobody() -> None:
     model.tokenizer.eos = (*model.tokenizer.eos, 10**6, -1)
     events = run(tiny_engine(model), [Request("r", [1, 2, 3], SamplingParams(temperature=0, min_tokens=3, max_tokens=4))])
     assert len(events["r", 0]) == 4
+
+
+def test_a_salt_named_public_is_as_private_as_any() -> None:
+    engine, _ = watched()
+    ask(engine, TRUNK, 1, tenant=Tenant(b"public"))
+    assert ask(engine, TRUNK, 1, tenant=PUBLIC)[0].num_cached_tokens == 0

@@ -250,3 +250,12 @@ def test_a_prompt_that_ends_with_a_repaired_module_is_the_plain_prompt(model: Mo
         assert events[-1].reuse.repaired == repaired, "the last token is computed anyway"
         assert share < 1 or [event.token for event in events] == plain
     assert engine.holds(runs[-1], Tenant())
+
+
+def test_a_prompt_that_ends_with_a_module_of_one_token_is_repaired() -> None:
+    """That token is computed with the row: nothing of the module is copied."""
+    for share in (0.01, 0.5, 1.0):
+        llm = tiny_llm()
+        llm.schemas.add('<schema name="s">Open.<module name="a">Hello</module><module name="b">x</module></schema>')
+        output = llm.generate(Prompt('<prompt schema="s"><a/><b/></prompt>', repair=share), greedy(3))[0]
+        assert share < 1 or output.outputs[0].token_ids == tiny_llm().generate("Open.Hellox", greedy(3))[0].outputs[0].token_ids

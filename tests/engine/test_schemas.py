@@ -187,6 +187,62 @@ def test_a_hole_in_a_fixed_layout_leaves_everything_else_where_it_was(positions:
     assert [event.token for event in run(tiny_engine(llm.engine.model), [request])["x", 0]] == output.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_a_prompt_that_begins_with_a_hole_has_nothing_in_common_with_plain_ones(positions: str) -> None:
+    """Nothing stands before its words, and they stand where no plain prompt begins: whatever comes first, each finds its own."""
+    model = model_of(positions)
+    asked = [Prompt('<prompt schema="s"> Question?</prompt>'), "The capital of France is Paris, and it is larger than the others.", "x"]
+
+    def answers(order: list[int]) -> list[list[int]]:
+        llm = tiny_llm(model)
+        llm.schemas.add('<schema name="s" layout="fixed"><module name="a">A module of twenty-odd letters.</module></schema>')
+        found = {place: llm.generate(asked[place], greedy(4))[0].outputs[0].token_ids for place in order}
+        assert all(llm.generate(asked[place], greedy(4))[0].outputs[0].token_ids == found[place] for place in order)
+        return [found[place] for place in sorted(order)]
+
+    alone = [answers([place])[0] for place in range(3)]
+    assert answers([0, 1, 2]) == answers([2, 1, 0]) == answers([1, 0, 2]) == alone
+
+
+def test_placeholders_are_computed_once_for_all_modules_behind_them() -> None:
+    llm = tiny_llm(tiny_model(max_positions=512))
+    modules = "".join(f'<module name="m{i}">t<param name="x" len="1"/></module>' for i in range(12))
+    llm.schemas.add(f'<schema name="s" encode="causal">O{modules}</schema>')
+    llm.generate(Prompt('<prompt schema="s">' + "".join(f'<m{i} x="b"/>' for i in range(12)) + " q</prompt>"), greedy(1))
+    assert llm.engine.totals.tokens < 1 + 12 * 2 + 12 + 4, (
+        "the opening, 12 modules with a placeholder each, and what the prompt says itself"
+    )
+    left = [stem.segment.tokens for stem in llm.engine.tree.stems()]
+    assert (llm.tokenizer.unknown,) not in left, "and they are not kept"
+
+
+def test_an_exact_prompt_behind_texts_that_are_not_cached_says_so() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(
+        '<schema name="s" encode="causal">Open.<module name="a" cache="false">Aaaa</module><module name="b" cache="false">Bbbb</module>'
+        '<module name="c">Cccccc</module></schema>'
+    )
+    prompt = '<prompt schema="s"><a/><b/><c/> go</prompt>'
+    assert llm.schemas.bind(prompt)[1].exact
+    for _ in range(2):
+        output = llm.generate(Prompt(prompt), greedy(3))[0]
+        assert output.reuse.modules == 0
+        assert output.outputs[0].token_ids == tiny_llm().generate("Open.AaaaBbbbCccccc go", greedy(3))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+def test_a_scaffold_of_a_module_and_one_within_it_is_encoded_as_it_is_written(positions: str) -> None:
+    llm = tiny_llm(model_of(positions))
+    llm.schemas.add(
+        '<schema name="s" layout="fixed">Open.<module name="p">A B<module name="c">C D</module>E and F</module>'
+        '<scaffold modules="p p/c"/></schema>'
+    )
+    output = llm.generate(Prompt('<prompt schema="s"><p><c/></p> go</prompt>'), greedy(5))[0]
+    plain = tiny_llm(llm.engine.model).generate("Open.A BC DE and F go", greedy(5))[0]
+    assert (output.prompt_token_ids, output.outputs[0].token_ids) == (plain.prompt_token_ids, plain.outputs[0].token_ids)
+    assert output.reuse.modules == 0
+
+
 def test_a_call_of_a_program_is_answered_as_the_prompt_that_it_makes() -> None:
     @program
     def trip(days: Annotated[str, Len(8)]):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pando.errors import MarkupError
-from pando.markup import layout
+from pando.markup import layout, reader
 from pando.markup.binding import bind
 from pando.markup.library import Library
 from pando.markup.pml import Limits
@@ -360,3 +360,24 @@ def test_a_name_that_no_prompt_could_import_is_refused_in_the_schema():
 )
 def test_what_is_malformed_is_advised_by_what_is_wrong(text, advice):
     assert f"; {advice}" in refused(text).message
+
+
+def test_paths_that_are_too_long_are_refused():
+    names = [f"{'n' * 200}{i}" for i in range(6)]
+    text = "".join(f"<module name='{name}'>" for name in names) + "</module>" * 6
+    assert refused(inside(text)).message == "a module whose path has 1,211 characters; at most 1,024 are allowed: use shorter names"
+    schema(inside("".join(f"<module name='{name}'>" for name in names[:5]) + "</module>" * 5))
+
+
+def test_params_that_are_too_long_together_are_refused(monkeypatch):
+    monkeypatch.setattr(reader, "MAX_PLACEHOLDERS", 100)
+    params = [f"<module name='m{i}'><param name='p' len='20' default='{i}'/></module>" for i in range(6)]
+    assert refused(inside("".join(params))).message == "the params of this schema have more than 100 tokens, all counted; make them shorter"
+    schema(inside("".join(params[:5])))
+    schema(inside("".join(f"<module name='m{i}'><param name='p' len='20'/></module>" for i in range(50)))), "equal ones are one"
+
+
+def test_of_thousands_of_names_the_nearest_is_found():
+    names = [f"{'abcdefghij'[i % 10]}{i}-{'xyz' * 20}" for i in range(1500)]
+    known = schema(inside("".join(f"<module name='{name}'/>" for name in [*names, "the-right-one"])))
+    assert refused_prompt("<the-rihgt-one/>", known).message.endswith("did you mean 'the-right-one'?")

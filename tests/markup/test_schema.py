@@ -339,6 +339,16 @@ def test_a_scaffold_is_also_encoded_together_and_overrides_when_a_prompt_imports
     assert shown(all_of_it) == [("O", 0), ("A", 1), ("B", 2), ("{1}", 3), ("b", 4), ("C", 5)]
 
 
+def test_a_scaffold_does_not_make_an_exact_prompt_an_approximation():
+    known = schema(
+        '<schema name="s" encode="causal">O<module name="a">A</module><module name="b">B</module><module name="c">C</module>'
+        '<scaffold modules="b c"/></schema>'
+    )
+    assert prompt(known, "<a/><b/><c/>").exact
+    assert prompt(known, "<b/><c/>").exact, "they were encoded together behind the opening, as they stand here"
+    assert not prompt(known, "<c/>").exact
+
+
 def test_a_scaffold_says_how_much_more_it_stores():
     [scaffold] = schema(SCAFFOLD).scaffolds
     assert scaffold.paths == ("a", "b", "c")
