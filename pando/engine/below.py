@@ -147,6 +147,8 @@ class Below:
         if not done:
             self.limbo.append((load, filled))  # first: whoever is interrupted here must not give them away
         row.load, row.computed, row.loaded = None, row.settled, 0
+        if row.is_new:
+            row.cached = None  # it did not run with that, and is told how it is when it does
         return filled
 
     def arrived(self, rows: list[Row], budget: int, *, alone: bool) -> list[Row]:

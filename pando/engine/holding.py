@@ -1,11 +1,12 @@
 """What rows hold of the pool: pages that they get, hand to the tree when they are full, and let go."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..kv.pages import Pages
 from ..kv.segment import Key, Segment, extend_keys, page_key, shared_length, worth_having
 from ..kv.tree import Match, PrefixTree
 from .below import Below
+from .imports import Want
 from .row import Copy, Row
 from .turns import Turns
 
@@ -13,8 +14,12 @@ WORTH_WAITING = 2  # tokens in common from which a row waits for another to comp
 
 
 class Holding:
-    def __init__(self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, *, reuse: bool) -> None:
-        """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool."""
+    def __init__(
+        self, pages: Pages, tree: PrefixTree, turns: Turns, below: Below | None, is_lacked: Callable[[Want], bool], *, reuse: bool
+    ) -> None:
+        """`turns` are told when what a row reads changes; `below` keeps what the tree is given, if there is anything below the pool;
+        `is_lacked` says whether somebody still needs something."""
+        self._is_lacked = is_lacked
         self.pages, self.tree, self.turns, self.below, self.reuse = pages, tree, turns, below, reuse
         self._copied = worth_having(pages.page_size)
 
@@ -38,6 +43,8 @@ class Holding:
         row.stem = match.stem
         row.pages = [page for segment in match.stem.path(row.at) for page in segment.pages]
         row.settled = row.computed = shared
+        if self.below is not None and match.tokens:
+            self.below.rounded.look(row, match.page)  # before it may become one of the row's own
         self.grow(row, len(row.tokens) + 1)
         return match
 
@@ -202,7 +209,7 @@ class Holding:
     def let_go(self, row: Row) -> None:
         for found in row.imports:
             self.tree.unpin(found.pinned)
-            if found.want.passing:
+            if found.want.passing and not self._is_lacked(found.want):
                 self.pages.give(self.tree.drop(found.pinned))
         row.imports = ()
 

@@ -337,6 +337,7 @@ class Store:
         self.counts.unsaved[reason] += len(cards)
         self._queued -= (keys := {card.key for card in cards})
         self._departures.drop(keys)
+        self._passed([*keys])  # it may be there from an earlier offer, which was written while this one waited
 
     # ---- what leaves a tier, and what comes up
 
@@ -378,8 +379,7 @@ class Store:
 
     def _raise(self, tiers: Mapping[Key, str], chain: Sequence[Page]) -> None:
         kept = self._keep("host", [page.key for page in chain])
-        coming = [key for key in tiers if key in kept]
-        self._raising = set(coming)
+        self._raising = set(coming := [key for key in tiers if key in kept])
         self.ledger.pin(coming)
         for key in coming:  # one by one: what is urgent goes between
 

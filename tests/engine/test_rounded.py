@@ -84,3 +84,13 @@ def test_modules_and_cut_conversations_that_come_from_below_say_so_too(model: Mo
     assert not told(engine, history[:90])
     evict(engine)
     assert told(engine, history, truncation=Truncation(keep=8))
+
+
+def test_a_page_that_is_copied_and_given_to_the_one_who_copies_it_is_remembered(model: Model) -> None:
+    """A pool of two pages: a row that begins with a copy of part of one needs both of them itself."""
+    engine = engine_of(model, page_size=32, kv_cache_tokens=64)
+    text = [*ONE, *range(60, 80)]
+    told(engine, text, 2)
+    evict(engine)
+    assert told(engine, [*text[:60], 7], 2)
+    assert told(engine, [*text[:20], *[9] * 30], 2)

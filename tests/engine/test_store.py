@@ -635,6 +635,60 @@ def test_a_tier_that_does_not_answer_is_given_up(model: Model, tmp_path: Path, m
     engine.close()
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_row_that_has_to_stop_while_it_is_loaded_is_told_of_what_came_in_the_end(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    prompt = words(10, 60)
+    kept_then_opened(model, tmp_path, prompt).close()
+    engine = engine_of(model, tmp_path, kv_cache_tokens=160)
+    stuck = stick(engine)
+    engine.add(Request("talks", words(11, 5), greedy(140)))
+    engine.step()
+    engine.add(Request("loads", prompt, greedy(3)))
+    while not engine.scheduler.preemptions:  # by the one that came before it, which needs the room
+        engine.step()
+    for file in [file for file in tmp_path.rglob("*") if len(file.name) == 64] if gone else ():
+        file.unlink()
+    stuck.free.set()
+    first = drain(engine)["loads", 0][0]
+    assert engine.totals.tokens == 5 + 140 - 1 + len(prompt) - first.num_cached_tokens + 2
+    assert (first.num_cached_tokens, dict(first.reuse.tiers)) == ((0, {}) if gone else (59, {"disk": 59}))
+    assert (first.reuse.miss is not None and first.reuse.miss.reason == "lost") == gone
+    whole(engine)
+    engine.close()
+
+
+def test_a_page_that_is_offered_again_while_it_is_written_leaves_host_memory(model: Model, tmp_path: Path) -> None:
+    """Host memory is only on the way to a slow remote, and the pool too small for what is asked: offers are let go again and again."""
+    engine = tiny_engine(model, page_size=4, kv_cache_tokens=440, remote=str(tmp_path))
+    store = engine.store
+    assert store is not None and store.scout is not None
+    save = store.scout._inner.save
+
+    def slow(card: Card, layers: Sequence[memoryview]) -> None:
+        time.sleep(0.01)
+        save(card, layers)
+
+    store.scout._inner.save = slow  # type: ignore[method-assign]
+    for turn in range(3):
+        talk, others = words(3 * turn, 400), [words(3 * turn + 1, 400), words(3 * turn + 2, 400)]
+        tokens_of(engine, talk, count=2)
+        until = store.counts.saved["host"] + 60
+        while store.counts.saved["host"] < until and engine.tend() is not None:
+            time.sleep(0.002)
+        tokens_of(engine, others[0], count=2)  # needs the room: of what is not saved yet only some is on its way
+        tokens_of(engine, talk, count=2)  # is computed again, and offered again
+        until = store.counts.saved["remote"] + 8
+        while store.counts.saved["remote"] < until and engine.tend() is not None:
+            time.sleep(0.002)
+        tokens_of(engine, others[1], count=2)  # needs the room once more
+        settled(engine)
+        assert [key for key in store.host._kept if not store.ledger.has(key, "host")] == [], turn
+    engine.close()
+
+
 def test_whoever_waits_for_pages_that_a_late_load_still_fills_takes_no_time_of_the_processor(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
