@@ -116,9 +116,8 @@ class _Walk:
             if isinstance(step, Import) and not free:
                 target = self.schema.places[step.module]
                 if target < cursor:
-                    raise step.at.wrong(
-                        f'<{step.module.name}> stands before its predecessor in the schema; change their order, or use order="free"'
-                    )
+                    advice = "modules within a module have one" if self.schema.order == "free" else 'or use order="free"'
+                    raise step.at.wrong(f"<{step.module.name}> stands before its predecessor in the schema; change their order, {advice}")
             else:
                 target = len(items) if i > last else max(cursor, lead)
             if cursor < target:

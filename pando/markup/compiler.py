@@ -269,8 +269,12 @@ class Compiler:
         """The values that a case is for; None: any."""
         if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
             return None
-        if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
-            return [pattern.value.value]
+        if isinstance(pattern, ast.MatchValue):
+            match pattern.value:
+                case ast.Constant(value):
+                    return [value]
+                case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+                    return [-value]
         if isinstance(pattern, ast.MatchSingleton):
             return [pattern.value]
         if isinstance(pattern, ast.MatchOr):

@@ -37,18 +37,19 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+_LINES = re.compile(r"([^\r\n]*)(?:\r\n|\r|\n|\Z)")  # with any of the ends that XML knows
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     file: str
     text: str = field(repr=False)
 
     def wrong(self, message: str, line: int, column: int) -> MarkupError:
-        start = 0
-        for _ in range(line - 1):
-            start = self.text.find("\n", start) + 1
-        end = self.text.find("\n", start)
-        shown = self.text[start : len(self.text) if end < 0 else end].rstrip("\r")
-        return MarkupError(message, self.file, line, column, shown)
+        start = end = 0
+        for _, found in zip(range(line), _LINES.finditer(self.text), strict=False):
+            start, end = found.span(1)
+        return MarkupError(message, self.file, line, column, self.text[start:end])
 
 
 class Place(NamedTuple):

@@ -381,3 +381,15 @@ def test_of_thousands_of_names_the_nearest_is_found():
     names = [f"{'abcdefghij'[i % 10]}{i}-{'xyz' * 20}" for i in range(1500)]
     known = schema(inside("".join(f"<module name='{name}'/>" for name in [*names, "the-right-one"])))
     assert refused_prompt("<the-rihgt-one/>", known).message.endswith("did you mean 'the-right-one'?")
+
+
+def test_modules_within_a_module_keep_their_order_where_that_of_the_schema_is_free():
+    known = schema(inside('<module name="p"><module name="a"/><module name="b"/></module><module name="q"/>', ' order="free"'))
+    message = "<a> stands before its predecessor in the schema; change their order, modules within a module have one"
+    assert refused_prompt("<q/><p><b/><a/></p>", known).message == message
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_line_of_an_error_is_shown_however_lines_end(end):
+    error = refused(end.join(['<schema name="s">', '<module name="a"/>', '<module nam="b"/>', "</schema>"]))
+    assert error.shown().splitlines()[1:] == ['    <module nam="b"/>', "    ^"]

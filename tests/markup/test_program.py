@@ -58,6 +58,19 @@ def test_lines_that_begin_or_end_in_braces_stay_lines():
     assert said(card("Bob", "Rome")) == "Name: Bob\n  City: Rome\nBob\nGo."
 
 
+def test_a_case_may_be_a_negative_number():
+    @program
+    def near(n: int):
+        "Near"
+        match n:
+            case -1:
+                " before"
+            case -2.5 | 3:
+                " further"
+
+    assert [said(near(n)) for n in (-1, -2.5, 3, 1)] == ["Near before", "Near further", "Near further", "Near"]
+
+
 def test_a_case_of_true_is_not_for_one():
     @program
     def light(on: object):
