@@ -1,6 +1,8 @@
 """Schemas through `LLM`: from PML to answers, and what of it is in the cache."""
 
+import random
 import threading
+from contextlib import suppress
 from typing import Annotated
 
 import pytest
@@ -241,6 +243,70 @@ def test_a_scaffold_of_a_module_and_one_within_it_is_encoded_as_it_is_written(po
     plain = tiny_llm(llm.engine.model).generate("Open.A BC DE and F go", greedy(5))[0]
     assert (output.prompt_token_ids, output.outputs[0].token_ids) == (plain.prompt_token_ids, plain.outputs[0].token_ids)
     assert output.reuse.modules == 0
+
+
+class Dice:
+    """A schema, and prompts of it, with and without an opening, holes, modules of one token, params, texts between and scaffolds."""
+
+    def __init__(self, seed: int, *, movable: bool) -> None:
+        self.random = random.Random(seed)
+        layout = self.random.choice(["fixed", "compact"]) if movable else "fixed"
+        names = [f"m{i}" for i in range(self.random.randint(1, 4))]
+        self.modules = {name: [f"{name}n"] * self.random.randint(0, 1) for name in names}
+        self.params = {name for name in names if self.random.random() < 0.3}
+        body = "".join(self._module(name) for name in names)
+        paths = [path for name, nested in self.modules.items() for path in (name, *(f"{name}/{one}" for one in nested))]
+        joined = self.random.sample(paths, min(len(paths), 2)) if self.random.random() < 0.4 else []
+        scaffold = f'<scaffold modules="{" ".join(joined)}"/>' if len(joined) == 2 else ""
+        encode = self.random.choice(["opening", "isolated", "causal"])
+        opening = self.random.choice(["", "O", "This opens it all."])
+        self.schema = f'<schema name="s" layout="{layout}" encode="{encode}">{opening}{body}{scaffold}</schema>'
+
+    def _module(self, name: str) -> str:
+        param = '<param name="x" len="3"/>' if name in self.params else ""
+        nested = "".join(f'<module name="{one}">within {one}</module>' for one in self.modules[name])
+        text, more = self.random.choice(["t", "a text of some length"]), self.random.choice(["", " more"])
+        return f'<module name="{name}">{text}{param}{nested}{more}</module>'
+
+    def prompt(self) -> str:
+        found = ""
+        for name, nested in self.modules.items():
+            if self.random.random() < 0.6:
+                argument = f' x="{self.random.choice(["", "a", "abc"])}"' if name in self.params else ""
+                found += f"<{name}{argument}>{''.join(f'<{one}/>' for one in nested if self.random.random() < 0.7)}</{name}>"
+        return f'<prompt schema="s">{found}{self.random.choice(["", " Question?", "?"])}</prompt>'
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+def test_whatever_was_asked_before_random_prompts_are_answered_as_if_it_had_not_been(positions: str) -> None:
+    """Prompts of modules, with repair, and the same as plain ones, in one engine; and each in one of its own."""
+    model, asked = model_of(positions), 0
+    for seed in range(10):
+        dice = Dice(seed, movable=positions != "learned")
+        llm = tiny_llm(model, max_num_batched_tokens=dice.random.choice([16, 64, 256]))
+        llm.schemas.add(dice.schema)
+        prompts: list[Prompt | dict[str, list[int]]] = []
+        for _ in range(3):
+            with suppress(MarkupError):  # an empty one, or text that has no room
+                bound = llm.schemas.bind(pml := dice.prompt())[1]
+                together = all(run.position == end for run, end in zip(bound.runs, (0, *(run.end for run in bound.runs)), strict=False))
+                prompts.append(Prompt(pml, repair=dice.random.choice([None, 0.3, 1.0]) if together else None))
+                plain = {"prompt_token_ids": [token for run in bound.runs for token in run.tokens]}
+                prompts.append(plain)
+                if bound.exact:
+                    assert answers_alone(model, dice.schema, Prompt(pml)) == answers_alone(model, dice.schema, plain), (seed, pml)
+        dice.random.shuffle(prompts)
+        right = [answers_alone(model, dice.schema, prompt) for prompt in prompts]
+        for _ in range(2):
+            assert [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(3))] == right, (seed, dice.schema, prompts)
+        asked += len(prompts)
+    assert asked > 30
+
+
+def answers_alone(model: Model, schema: str, prompt: Prompt | dict[str, list[int]]) -> list[int]:
+    llm = tiny_llm(model)
+    llm.schemas.add(schema)
+    return llm.generate(prompt, greedy(3))[0].outputs[0].token_ids
 
 
 def test_a_call_of_a_program_is_answered_as_the_prompt_that_it_makes() -> None:
