@@ -66,5 +66,6 @@ def test_the_page_knows_the_limits():
     shown = PAGE[PAGE.index("## Limits") :]
     limits = Limits()
     assert f"{limits.bytes >> 20} Mi" in shown and f"{limits.value >> 20} Mi" in shown
-    for value in (limits.depth, limits.elements, limits.name, tokens.MAX_ROLES, reader.MAX_SCAFFOLDS):
+    assert f" {reader.MAX_PLACEHOLDERS >> 20} Mi |" in shown
+    for value in (limits.depth, limits.elements, limits.name, reader.MAX_PATH, tokens.MAX_ROLES, reader.MAX_SCAFFOLDS):
         assert f" {value:,} |" in shown
