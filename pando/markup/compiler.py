@@ -129,7 +129,11 @@ class Compiler:
         except (NameError, TypeError) as error:
             raise self.wrong(f"the annotations cannot be read: {error}; write them with names that are known here") from None
         lengths = {name: [fact for fact in getattr(hint, "__metadata__", ()) if isinstance(fact, Len)] for name, hint in hints.items()}
-        return {name: found[0].tokens for name, found in lengths.items() if found and name != "return"}
+        found = {name: some[0].tokens for name, some in lengths.items() if some and name != "return"}
+        for name, tokens in found.items():
+            if type(tokens) is not int or tokens < 1:
+                raise self.wrong(f"the length of {name!r} is {tokens!r}; it is a number of tokens, from 1 on")
+        return found
 
     def compiled(self) -> Compiled:
         return Compiled(self._node.name, self._signature, self.params, self.body(in_module=True))

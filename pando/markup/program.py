@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import get_args, overload
 from xml.sax.saxutils import escape, quoteattr
 
 from ..errors import InvalidPrompt
@@ -37,6 +37,9 @@ class Program:
         self._wrong = compiler.wrong
         self._root = compiler.body(in_module=False)
         chosen = {"encode": encode, "layout": layout}
+        for fact, value, choices in (("encode", encode, get_args(Encode)), ("layout", layout, get_args(Layout))):
+            if value is not None and value not in choices:
+                raise self._wrong(f"{fact} is {value!r}; it is one of {', '.join(choices)}")
         facts = "".join(f" {name}={quoteattr(value)}" for name, value in chosen.items() if value is not None)
         self.pml = f'<schema name="{self.name}"{facts} xml:space="preserve">{_schema(self.compiled, self._root)}</schema>'
 

@@ -71,6 +71,26 @@ def test_a_case_may_be_a_negative_number():
     assert [said(near(n)) for n in (-1, -2.5, 3, 1)] == ["Near before", "Near further", "Near further", "Near"]
 
 
+@pytest.mark.parametrize("length", [0, -1, "many", 2.5, True])
+def test_a_length_that_is_none_is_named_at_the_function(length):
+    with pytest.raises(MarkupError, match=r"the length of 'x' is .*; it is a number of tokens, from 1 on") as caught:
+
+        @program
+        def echo(x: Annotated[str, Len(length)]):
+            f"Say {x}."
+
+    assert caught.value.file == __file__
+
+
+@pytest.mark.parametrize("facts", [{"encode": "nonsense"}, {"layout": "loose"}])
+def test_what_a_schema_does_not_know_is_named_at_the_function(facts):
+    with pytest.raises(MarkupError, match=r"(encode is 'nonsense'|layout is 'loose'); it is one of "):
+
+        @program(**facts)
+        def echo():
+            "Say."
+
+
 def test_a_case_of_true_is_not_for_one():
     @program
     def light(on: object):
