@@ -162,7 +162,7 @@ class _Walk:
         own = self._own("isolated" if self.outline.encode == "isolated" else "opening", 1 if self.opening else 0)
         runs: dict[Words, Run] = {}
         extra = 0
-        items = [(item, module) for module in modules for item in module.items if isinstance(item, Words | Param) and item in self.order]
+        items = [(item, module) for module in modules for item in module.items if isinstance(item, Words | Param)]
         for item, module in sorted(items, key=lambda one: self.order[one[0]]):  # as they are written: one may stand within another
             if isinstance(item, Param):
                 own.add(Run(item.placeholder, self._first(own, self.starts[item])))
