@@ -34,11 +34,12 @@ class Prompt:
         return message_at(self.starts, token) if self.starts else None
 
     def module_of(self, token: int) -> str | None:
-        """The part of a schema that a token comes from."""
+        """The part of a schema that the states of a token come from."""
         if self.bound is None:
             return None
         ends = accumulate(len(run) for run in self.bound.runs)
-        return next((name for end, name in zip(ends, self.bound.names, strict=True) if token < end), None)
+        found = zip(ends, self.bound.names, self.bound.runs, strict=True)
+        return next((name if run.origin is not None else None for end, name, run in found if token < end), None)
 
 
 @dataclass(frozen=True)

@@ -387,6 +387,13 @@ def test_of_several_prompts_the_bad_one_is_named(server: Live, client: openai.Op
         complete(client, '<prompt schema="tour"><milan/></prompt>')
 
 
+def test_words_behind_a_hole_are_no_module(server: Live, client: openai.OpenAI) -> None:
+    post(server, '<schema name="hole" layout="fixed"><module name="a">A module that nobody imports.</module></schema>')
+    told = complete(client, '<prompt schema="hole"> What is this?</prompt>').pando
+    assert (told["reuse"], told["miss"]["reason"]) == ("none", "cold")
+    assert told["miss"]["detail"] == "nothing of this prompt was seen before"
+
+
 def test_a_prompt_of_modules_says_what_came_from_them(server: Live, client: openai.OpenAI) -> None:
     post(server, TOUR.replace("You", "Who"))  # nobody asked for it before
     first, again = complete(client, BOTH), complete(client, BOTH)
