@@ -23,7 +23,7 @@ typedef struct {
     const int32_t *query, *seen, *ahead; /* of each pair: its query, how many keys it sees, how far ahead of it the first one lies */
     const int32_t *starts, *of;          /* the parts of token t are of[starts[t]] to of[starts[t + 1]] */
     float *parts;                        /* partial results [parts, H, D] */
-    float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H], and a vector's width more */
+    float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H]: a vector more is read */
     int32_t count, longer, threads, T, H, K, D; /* chains, and those of them behind which all are short */
     float scale; /* times log2(e): inside the kernel weights are powers of 2 */
 } Work;

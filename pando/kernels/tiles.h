@@ -198,7 +198,8 @@ static inline void first_columns(const float *from, sixteen to[4]) {
     sixteen x[4], low[2], high[2];
     for (int i = 0; i < SIDE; i++) rows[i] = (const el *)(from + i * SIDE);
     for (int i = 0; i < 4; i++) x[i] = (sixteen)of_four(rows + i, 4, 0);
-    for (int i = 0; i < 2; i++) low[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], LOW_LANE), high[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], HIGH_LANE);
+    for (int i = 0; i < 2; i++) low[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], LOW_LANE);
+    for (int i = 0; i < 2; i++) high[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], HIGH_LANE);
     to[0] = PICK(sixteen, low[0], low[1], LOW_2), to[1] = PICK(sixteen, low[0], low[1], HIGH_2);
     to[2] = PICK(sixteen, high[0], high[1], LOW_2), to[3] = PICK(sixteen, high[0], high[1], HIGH_2);
 }

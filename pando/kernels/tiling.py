@@ -54,7 +54,7 @@ class Tiling:
         queries, length = np.diff(reads.query_starts).astype(np.int64), left.end - left.begin
         slices = -(-queries // pairs)
         before, total = _within(run, length)
-        wanted = np.maximum(1, np.ceil(self._tasks_of(queries, total) / np.maximum(1, slices))).astype(np.int64)
+        wanted = np.maximum(1, np.ceil(self._tasks_of(queries, length, total) / np.maximum(1, slices))).astype(np.int64)
         step = np.maximum(keys, -(-total // wanted // GRAIN) * GRAIN)
         first = before // step
         cuts = np.where(length > 0, (before + length - 1) // step - first + 1, 0)
@@ -79,13 +79,14 @@ class Tiling:
         answered: Numbers = self.reader[np.repeat(pair[heads] - part, width[heads]) + np.arange(width[heads].sum())]
         return answered
 
-    def _tasks_of(self, queries: Numbers, keys: Numbers) -> NDArray[np.float64]:
-        """Of each read, for one head. Short reads come last: if there are enough of them, they keep everyone busy while the last of the
-        others ends, and those need not be cut."""
-        group, heads = self._geometry.heads // self._geometry.kv_heads, self._geometry.kv_heads
-        work = np.where(keys > 0, (keys + BESIDE) * (queries * group / SIDE + 1), 0.0)
-        short = work[keys <= SHORT].sum()
-        gap = work / heads * (self._threads - 1)
+    def _tasks_of(self, queries: Numbers, length: Numbers, total: Numbers) -> NDArray[np.float64]:
+        """Of each read, for one head, by the keys of its own and of its run. If there are enough short reads behind all others, they keep
+        everyone busy while the last of those ends, and those need not be cut."""
+        heads = self._geometry.kv_heads
+        each = queries * (self._geometry.heads // heads) / SIDE + 1
+        last = np.flatnonzero(total > SHORT).max(initial=-1) + 1
+        short = np.where(length > 0, (length + BESIDE) * each, 0.0)[last:].sum()
+        gap = (total + BESIDE) * each / heads * (self._threads - 1)
         tasks: NDArray[np.float64] = np.minimum(TASKS_PER_THREAD * self._threads / heads, gap / short if short else np.inf)
         return tasks
 

@@ -36,11 +36,11 @@ class Program:
         self.compiled = compiler.compiled()
         self._wrong = compiler.wrong
         self._root = compiler.body(in_module=False)
-        chosen = {"encode": encode, "layout": layout}
-        for fact, value, choices in (("encode", encode, get_args(Encode)), ("layout", layout, get_args(Layout))):
+        facts = ""
+        for name, value, choices in (("encode", encode, get_args(Encode)), ("layout", layout, get_args(Layout))):
             if value is not None and value not in choices:
-                raise self._wrong(f"{fact} is {value!r}; it is one of {', '.join(choices)}")
-        facts = "".join(f" {name}={quoteattr(value)}" for name, value in chosen.items() if value is not None)
+                raise self._wrong(f"{name} is {value!r}; it is one of {', '.join(choices)}")
+            facts += "" if value is None else f" {name}={quoteattr(value)}"
         self.pml = f'<schema name="{self.name}"{facts} xml:space="preserve">{_schema(self.compiled, self._root)}</schema>'
 
     @property

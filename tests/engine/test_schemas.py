@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 
-from pando import Prompt
+from pando import LLM, Prompt
 from pando.engine.request import Request, Tenant, TokenEvent
 from pando.errors import InvalidPrompt, MarkupError
 from pando.kv.run import Origin, Run
@@ -38,6 +38,15 @@ BOTH = '<prompt schema="tour"><paris/><rome/><short/> Where are the cats?</promp
 
 def model_of(positions: str) -> Model:
     return tiny_model(scaling=SCALINGS[positions]) if positions in SCALINGS else tiny_model(positions=positions)
+
+
+def is_plain(llm: LLM, pml: str, text: str) -> None:
+    """A prompt of modules is answered as its text, and says that nothing of it is an approximation."""
+    output = llm.generate(Prompt(pml), greedy(12))[0]
+    plain = tiny_llm(llm.engine.model).generate(text, greedy(12))[0]
+    assert output.prompt_token_ids == plain.prompt_token_ids
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.reuse.modules == 0
 
 
 def test_a_prompt_of_modules_is_answered_and_says_what_was_reused() -> None:
@@ -148,11 +157,7 @@ def test_the_whole_of_a_causal_schema_is_the_plain_prompt(positions: str) -> Non
         '<schema name="s" layout="fixed" encode="causal">'
         'One. <module name="a">Two, three.</module><module name="b"> Four.</module></schema>'
     )
-    output = llm.generate(Prompt('<prompt schema="s"><a/><b/> And five?</prompt>'), greedy(12))[0]
-    plain = tiny_llm(llm.engine.model).generate("One. Two, three. Four. And five?", greedy(12))[0]
-    assert output.prompt_token_ids == plain.prompt_token_ids
-    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert output.reuse.modules == 0
+    is_plain(llm, '<prompt schema="s"><a/><b/> And five?</prompt>', "One. Two, three. Four. And five?")
 
 
 @pytest.mark.parametrize("positions", [*SCALINGS, "alibi"])
@@ -227,9 +232,7 @@ def test_an_exact_prompt_behind_texts_that_are_not_cached_says_so() -> None:
     prompt = '<prompt schema="s"><a/><b/><c/> go</prompt>'
     assert llm.schemas.bind(prompt)[1].exact
     for _ in range(2):
-        output = llm.generate(Prompt(prompt), greedy(3))[0]
-        assert output.reuse.modules == 0
-        assert output.outputs[0].token_ids == tiny_llm().generate("Open.AaaaBbbbCccccc go", greedy(3))[0].outputs[0].token_ids
+        is_plain(llm, prompt, "Open.AaaaBbbbCccccc go")
 
 
 @pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
@@ -239,10 +242,7 @@ def test_a_scaffold_of_a_module_and_one_within_it_is_encoded_as_it_is_written(po
         '<schema name="s" layout="fixed">Open.<module name="p">A B<module name="c">C D</module>E and F</module>'
         '<scaffold modules="p p/c"/></schema>'
     )
-    output = llm.generate(Prompt('<prompt schema="s"><p><c/></p> go</prompt>'), greedy(5))[0]
-    plain = tiny_llm(llm.engine.model).generate("Open.A BC DE and F go", greedy(5))[0]
-    assert (output.prompt_token_ids, output.outputs[0].token_ids) == (plain.prompt_token_ids, plain.outputs[0].token_ids)
-    assert output.reuse.modules == 0
+    is_plain(llm, '<prompt schema="s"><p><c/></p> go</prompt>', "Open.A BC DE and F go")
 
 
 class Dice:

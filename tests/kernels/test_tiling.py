@@ -39,6 +39,10 @@ def test_a_long_read_is_left_whole_where_short_ones_fill_the_gap() -> None:
     assert keys_of_chains(tiled(2048, [64] * 4, threads=1)) == [2048, *[64] * 4]
 
 
+def test_a_long_read_that_comes_last_is_cut_whatever_comes_before_it() -> None:
+    assert keys_of_chains(tiled(64, [64] * 32 + [2048], threads=2)) == [64, *[64] * 32, 1024, 1024]
+
+
 @pytest.mark.parametrize(("tails", "longer"), [([64] * 32, 1), ([64] * 5, 7), ([64] * 9 + [500] + [1] * 6, 12), ([500] * 8, 10)])
 def test_short_reads_at_the_end_are_one_task_for_all_heads_if_they_are_many(tails: list[int], longer: int) -> None:
     tiling = tiled(2048, tails, threads=2)

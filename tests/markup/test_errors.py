@@ -374,7 +374,7 @@ def test_params_that_are_too_long_together_are_refused(monkeypatch):
     params = [f"<module name='m{i}'><param name='p' len='20' default='{i}'/></module>" for i in range(6)]
     assert refused(inside("".join(params))).message == "the params of this schema have more than 100 tokens, all counted; make them shorter"
     schema(inside("".join(params[:5])))
-    schema(inside("".join(f"<module name='m{i}'><param name='p' len='20'/></module>" for i in range(50)))), "equal ones are one"
+    schema(inside("".join(f"<module name='m{i}'><param name='p' len='20'/></module>" for i in range(50))))  # equal ones are one
 
 
 def test_of_thousands_of_names_the_nearest_is_found():
