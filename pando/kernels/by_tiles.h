@@ -2,7 +2,8 @@
    is done for its neighbours in the same instruction. Included by attend.h.
 
    A unit is a block of keys and a group of queries. Three of them are under way: while vectors weigh one, the tile unit makes the scores of
-   the next, and gathers values by the weights of the one before. What all groups need of a block stays in the first cache. */
+   the next, and gathers values by the weights of the one before. What all groups need of a block stays in the first cache. Of the eight
+   tile registers six are used: a processor that holds all of them has none left to load ahead into, and next to a busy neighbour waits. */
 
 /* The tiles of a chain, for one head. */
 typedef struct {
@@ -223,16 +224,16 @@ static inline void make_scores(const Look *look, const Unit *unit, const Source 
     int deep = look->w->D / DEPTH;
     const pair_of_el *queries = (pair_of_el *)look->desk->q + unit->group * deep * PACKED;
     for (int j = 0; j < unit->count; j += DEPTH, keys += 2) {
-        ZERO(4); ZERO(5);
+        ZERO(0); ZERO(1);
         for (int s = 0; s < deep; s++) {
-            LOAD(7, queries + s * PACKED, 64);
-            LOAD(6, keys[0].at + s * DEPTH, keys[0].row);
-            DOT(4, 6, 7);
-            if (keys[1].at) { LOAD(6, keys[1].at + s * DEPTH, keys[1].row); DOT(5, 6, 7); }
+            LOAD(3, queries + s * PACKED, 64);
+            LOAD(2, keys[0].at + s * DEPTH, keys[0].row);
+            DOT(0, 2, 3);
+            if (keys[1].at) { LOAD(2, keys[1].at + s * DEPTH, keys[1].row); DOT(1, 2, 3); }
         }
         take_turn(turns);
-        STORE(4, unit->scores + j * SIDE, 64);
-        STORE(5, unit->scores + (j + SIDE) * SIDE, 64);
+        STORE(0, unit->scores + j * SIDE, 64);
+        STORE(1, unit->scores + (j + SIDE) * SIDE, 64);
     }
 }
 
@@ -249,12 +250,12 @@ static inline void gather_values(const Look *look, const Unit *unit, Turns *turn
             if (whole) { LOAD(2, acc + 2 * PACKED, 64); LOAD(3, acc + 3 * PACKED, 64); }
         }
         for (int s = 0; s < unit->depth; s++, values += D * SIDE) {
-            LOAD(7, unit->weights + s * PACKED, 64);
-            LOAD(6, values, 64); DOT(0, 6, 7);
-            LOAD(6, values + PACKED, 64); DOT(1, 6, 7);
+            LOAD(5, unit->weights + s * PACKED, 64);
+            LOAD(4, values, 64); DOT(0, 4, 5);
+            LOAD(4, values + PACKED, 64); DOT(1, 4, 5);
             if (whole) {
-                LOAD(6, values + 2 * PACKED, 64); DOT(2, 6, 7);
-                LOAD(6, values + 3 * PACKED, 64); DOT(3, 6, 7);
+                LOAD(4, values + 2 * PACKED, 64); DOT(2, 4, 5);
+                LOAD(4, values + 3 * PACKED, 64); DOT(3, 4, 5);
             }
             take_turn(turns);
         }
