@@ -160,7 +160,7 @@ class Load:
 
 
 class Transfer:
-    """Brings pages from the tiers to the pool, and back. Its methods run in worker threads, but for `close`."""
+    """Brings pages from the tiers to the pool, and back. Its methods run in worker threads."""
 
     def __init__(self, shape: Shape, codec: Codec, mover: Mover, host: HostTier, below: Sequence[Tier], *, reserve: int = 0) -> None:
         """`reserve`: pages of host memory that are for what is saved, and not for what is loaded."""
