@@ -50,9 +50,6 @@ class Journal:
     def from_config(cls, config: ServerConfig, stream: TextIO) -> "Journal":
         return cls(stream, config.log_level, requests=not config.disable_log_requests, prompts=config.log_prompts)
 
-    def debug(self, event: str, request_id: str = "", **fields: object) -> None:
-        self.write("debug", event, request_id, fields)
-
     def info(self, event: str, request_id: str = "", **fields: object) -> None:
         self.write("info", event, request_id, fields)
 

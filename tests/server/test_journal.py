@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from pando.config import ServerConfig
-from pando.server.journal import Journal, logging_config, request_id
+from pando.server.journal import LEVELS, Journal, logging_config, request_id
 
 NOW = 1_700_000_000.25
 NASTY = 'a\nb\r\x1b[31mred\x00 "quoted" \u2028\u202e\x7f\ud800 ü'
@@ -113,8 +113,8 @@ def test_requests_can_be_left_out_and_the_rest_stays():
 
 def test_records_below_the_level_are_left_out():
     made = Journal.from_config(ServerConfig(log_level="warning"), io.StringIO())
-    for write in (made.debug, made.info, made.warning, made.error):
-        write("x")
+    for level in LEVELS:
+        made.write(level, "x", "", {})
     assert [record["level"] for record in records(made)] == ["warning", "error"]
 
 
