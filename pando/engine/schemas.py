@@ -13,7 +13,7 @@ from ..kv.run import Run
 from ..markup.binding import Bound
 from ..markup.library import Library
 from ..markup.outline import Encode
-from ..markup.pml import DEFAULT_LIMITS, Element, Limits
+from ..markup.pml import Element
 from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from .engine import Engine
@@ -54,17 +54,11 @@ class _Uses:
 class Schemas:
     """May be asked from any thread; whatever concerns the cache is asked of the engine in its own."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        limits: Limits = DEFAULT_LIMITS,
-        encoder: Callable[[Schema], None] | None = None,
-        chat_template: str | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, encoder: Callable[[Schema], None] | None = None, chat_template: str | None = None) -> None:
         self._engine, self._encoder = engine, encoder
         geometry = engine.model.decoder.geometry
         movable = geometry.freqs is not None or geometry.slopes is not None
-        self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len, limits=limits)
+        self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len)
         self._uses = defaultdict[str, _Uses](_Uses)
         self._repairs = WeakKeyDictionary[Schema, float]()  # where one was given
         self._written = WeakValueDictionary[str, Schema]()  # by their texts

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..kv.run import Run
 from .outline import Item, Module, Param, Union, Words
-from .pml import DEFAULT_LIMITS, Element, Limits, Place, clipped, parse
+from .pml import Element, Place, clipped, parse
 from .prompt import Begins, Ends, Import, New, Reading, Step, prompt_schema
 from .schema import ANONYMOUS, OPENING, Schema
 from .tokens import MAX_ROLES, Role, told_roles
@@ -44,8 +44,8 @@ class Bound:
         return self.runs[-1].end
 
 
-def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt", limits: Limits = DEFAULT_LIMITS) -> Bound:
-    element = prompt if isinstance(prompt, Element) else parse(prompt, file, limits)
+def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt") -> Bound:
+    element = prompt if isinstance(prompt, Element) else parse(prompt, file)
     name = prompt_schema(element)
     if name != schema.name:
         raise element.wrong(f"the prompt is made from schema {clipped(name)!r}, and this is {schema.name!r}; name that one")

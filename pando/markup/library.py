@@ -7,7 +7,7 @@ from threading import Lock
 from ..errors import MarkupError, SchemaExists
 from .binding import Bound, bind
 from .outline import near
-from .pml import DEFAULT_LIMITS, Element, Limits, parse
+from .pml import Element, parse
 from .prompt import prompt_schema
 from .schema import Schema, read_schema
 from .tokens import Tokenizer
@@ -16,18 +16,17 @@ from .tokens import Tokenizer
 class Library:
     """Safe to use from many threads. A schema is here as a whole or not at all."""
 
-    def __init__(self, tokenizer: Tokenizer, *, movable: bool, max_len: int, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, movable: bool, max_len: int) -> None:
         self._tokenizer = tokenizer
         self._movable = movable
         self._max_len = max_len
-        self._limits = limits
         self._schemas: dict[str, Schema] = {}
         self._lock = Lock()
 
     def add(self, pml: str | bytes | Element, *, file: str = "schema", directory: Path | None = None) -> Schema:
         """The schema. If it is here already, with the same content, it is the one that is here."""
-        element = pml if isinstance(pml, Element) else parse(pml, file, self._limits)
-        made = read_schema(element, self._tokenizer, movable=self._movable, max_len=self._max_len, directory=directory, limits=self._limits)
+        element = pml if isinstance(pml, Element) else parse(pml, file)
+        made = read_schema(element, self._tokenizer, movable=self._movable, max_len=self._max_len, directory=directory)
         with self._lock:
             here = self._schemas.setdefault(made.name, made)
         if here.digest != made.digest:
@@ -50,7 +49,7 @@ class Library:
         return len(self._schemas)
 
     def bind(self, prompt: str | bytes | Element, *, file: str = "prompt") -> tuple[Schema, Bound]:
-        element = prompt if isinstance(prompt, Element) else parse(prompt, file, self._limits)
+        element = prompt if isinstance(prompt, Element) else parse(prompt, file)
         schema = self._schemas.get(prompt_schema(element))
         if schema is None:
             raise self._unknown(element)

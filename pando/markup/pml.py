@@ -214,10 +214,10 @@ class _Reader:
         return self.source.wrong(f"malformed XML: {what}; {advice}", error.lineno, error.offset + 1)
 
 
-def clipped(text: str | None, most: int = 60) -> str:
+def clipped(text: str | None) -> str:
     """As much of what was found as a message can bear."""
     text = text or ""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def undented(text: str) -> str:

@@ -25,7 +25,7 @@ from .outline import (
     near,
     told,
 )
-from .pml import DEFAULT_LIMITS, Element, Limits, Place, Text, clipped
+from .pml import Element, Limits, Place, Text, clipped
 from .sources import Sources
 from .tokens import KEPT, ROLES, Roles, Tokenizer
 
@@ -63,7 +63,7 @@ class _Draft:
 class Reader:
     """Reads one schema."""
 
-    def __init__(self, tokenizer: Tokenizer, movable: bool, max_len: int, directory: Path | None, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, tokenizer: Tokenizer, movable: bool, max_len: int, directory: Path | None, limits: Limits) -> None:
         self._tokenizer = tokenizer
         self._movable = movable
         self._max_len = max_len
