@@ -118,8 +118,7 @@ class Schemas:
         """A prompt as a request takes it: the new words at its end, what stands before them, their position, and its repair."""
         schema, bound = self.bind(prompt.pml, file=prompt.file)
         repair = self.repair(schema) if prompt.repair is None else prompt.repair
-        *before, last = bound.runs
-        return (last.tokens, tuple(before), last.position, repair) if last.origin is None else ((), bound.runs, None, repair)
+        return *bound.parts, repair
 
     def repair(self, schema: Schema) -> float:
         """Of prompts made from it that do not say."""

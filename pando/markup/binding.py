@@ -43,6 +43,12 @@ class Bound:
         """The position of the first token of the answer."""
         return self.runs[-1].end
 
+    @property
+    def parts(self) -> tuple[tuple[int, ...], tuple[Run, ...], int | None]:
+        """As a request takes it: the new words at its end, what stands before them, and their position."""
+        *before, last = self.runs
+        return (last.tokens, tuple(before), last.position) if last.origin is None else ((), self.runs, None)
+
 
 def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt") -> Bound:
     element = prompt if isinstance(prompt, Element) else parse(prompt, file)

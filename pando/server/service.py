@@ -348,23 +348,19 @@ class Service:
 
 
 def _request(name: str, prompt: Prompt, asked: Asked, tenant: Tenant) -> Request:
-    if prompt.bound is None:
-        return Request(
-            name, prompt.tokens, asked.params, tenant, prompt.public, asked.score, asked.constraint, truncation=prompt.truncation
-        )
-    *before, last = prompt.bound.runs
-    own, position = (last.tokens, last.position) if last.origin is None else ((), None)
-    runs = before if last.origin is None else prompt.bound.runs
+    own, runs, position = (prompt.tokens, (), None) if prompt.bound is None else prompt.bound.parts
     return Request(
         name,
         own,
         asked.params,
         tenant,
-        score=asked.score,
-        constraint=asked.constraint,
+        prompt.public,
+        asked.score,
+        asked.constraint,
         runs=runs,
         position=position,
         repair=prompt.repair,
+        truncation=prompt.truncation,
     )
 
 
