@@ -1,13 +1,12 @@
 """`pando schema`: what a schema and a prompt come to with a model's tokenizer. No weights are loaded."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from .config import EngineConfig
 from .engine.words import Words
-from .errors import BadModelFile, InvalidOption
+from .errors import InvalidOption
 from .kv.run import Run
 from .markup.binding import Bound, bind
 from .markup.outline import Module, every
@@ -92,21 +91,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _schema(config: EngineConfig, files: ModelFiles, file: Path) -> Schema:
-    facts = _facts(files)
+    facts = ModelConfig.from_file(files.config)
     words = Words(Tokenizer.from_directory(files.directory))
     movable = facts.rope is not None or facts.positions == "alibi"
     max_len = min(config.max_model_len or facts.max_positions, facts.max_positions)
     return read_schema(read_pml(file), words, movable=movable, max_len=max_len, directory=file.parent, file=str(file))
-
-
-def _facts(files: ModelFiles) -> ModelConfig:
-    try:
-        raw = json.loads(files.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadModelFile(f"{files.config} cannot be read as JSON ({error}); fetch the model again") from error
-    if not isinstance(raw, dict):
-        raise BadModelFile(f"{files.config} holds a {type(raw).__name__}, not an object; fetch the model again")
-    return ModelConfig.from_hf(raw)
 
 
 def _token_bytes(config: EngineConfig, files: ModelFiles) -> tuple[str, int]:
@@ -115,7 +104,7 @@ def _token_bytes(config: EngineConfig, files: ModelFiles) -> tuple[str, int]:
 
     from .model.load import choose_device, choose_dtype
 
-    facts = _facts(files)
+    facts = ModelConfig.from_file(files.config)
     dtype = float8_e4m3fn if config.kv_dtype == "fp8" else choose_dtype(config.dtype, choose_device(config.device))
     return str(dtype).removeprefix("torch."), math.prod((2, facts.layers, facts.kv_heads, facts.head_dim, dtype.itemsize))
 

@@ -1,7 +1,9 @@
 """What a decoder is made of, read from a Hugging Face `config.json` or from GGUF metadata."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import BadModelFile, UnsupportedModel
@@ -51,6 +53,16 @@ class ModelConfig:
     head_bias: bool = False
     eos: tuple[int, ...] = ()
     bos: int | None = None
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ModelConfig":
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BadModelFile(f"{path} cannot be read as JSON ({error}); fetch the model again") from error
+        if not isinstance(raw, dict):
+            raise BadModelFile(f"{path} holds a {type(raw).__name__}, not an object; fetch the model again")
+        return cls.from_hf(raw)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":

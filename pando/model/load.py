@@ -1,16 +1,13 @@
 """From a model's name to a decoder that runs."""
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import BadModelFile, InvalidOption
+from ..errors import InvalidOption
 from ..kernels import fp8, native
 from ..kernels.fp8 import FP8, Scaled
 from ..kernels.linear import CpuLinear, fastest_dtype
@@ -65,7 +62,7 @@ def load(
     files = resolve(name)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
-    config = ModelConfig.from_hf(_read(files.config))
+    config = ModelConfig.from_file(files.config)
     check(config)
     if place.type == "cuda":
         give_back()
@@ -153,13 +150,3 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return DTYPES[dtype]
     return torch.bfloat16 if device.type == "cuda" else fastest_dtype()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadModelFile(f"{path} cannot be read as JSON ({error}); fetch the model again") from error
-    if not isinstance(raw, dict):
-        raise BadModelFile(f"{path} holds a {type(raw).__name__}, not an object; fetch the model again")
-    return raw
