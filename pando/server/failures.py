@@ -8,19 +8,12 @@ from typing_extensions import TypedDict
 
 from ..errors import MarkupError, PandoError
 
-TYPES = {
-    400: "invalid_request_error",
+TYPES = {  # of a status that has another than most
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
-    499: "client_closed_request",
-    500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from pando.server.app import REFUSALS
-from pando.server.failures import CODES, TYPES, failure, from_validation
+from pando.server.failures import CODES, failure, from_validation
 from pando.server.replies import encode
 from pando.server.wire import ChatBody
 
@@ -46,7 +46,7 @@ def test_the_client_raises_the_error_of_each_status(status: int, kind: str, code
 
 def test_an_error_may_have_a_code_of_its_own() -> None:
     assert failure(404, "no such model", "model", "model_not_found")["error"]["code"] == "model_not_found"
-    assert failure(400, "no")["error"] == {"message": "no", "type": TYPES[400], "param": None, "code": None}
+    assert failure(400, "no")["error"] == {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
 
 
 def test_a_message_can_be_sent_whatever_is_in_it() -> None:
