@@ -13,6 +13,7 @@ from . import tools
 from .grammar import Grammars
 from .history import Drift, History, message_at, message_starts
 from .limits import MAX_PROMPT_TOKENS, Plain
+from .messages import conversation, definitions
 from .overflow import Overflow
 from .schemas import Holdings, is_element
 from .tenants import Public
@@ -137,11 +138,10 @@ class Prompts:
 
     def warm(self, body: WarmBody, owner: bytes) -> Prompt:
         if body.messages is not None:
-            messages = [message.plain() for message in body.messages]
+            messages = conversation(body.messages)
             if self._pml(messages, owner) is not None:
                 raise InvalidPrompt("a prompt in PML is made of modules; they are computed ahead where their schema is registered as eager")
-            definitions = [tool.plain() for tool in body.tools] if body.tools else None
-            return self._whole(self._conversation(messages, definitions, answered=False))
+            return self._whole(self._conversation(messages, definitions(body.tools), answered=False))
         assert body.prompt is not None
         return self._whole(self._plain(body.prompt))
 
@@ -156,11 +156,10 @@ class Prompts:
     def tokenize(self, body: TokenizeBody, owner: bytes) -> list[int]:
         if body.prompt is not None:
             return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
-        messages = [message.plain() for message in body.messages or ()]
+        messages = conversation(body.messages or ())
         if (pml := self._pml(messages, owner)) is not None:
             return self._schemas.tokens(owner, pml)
-        definitions = [tool.plain() for tool in body.tools] if body.tools else None
-        return list(self._conversation(messages, definitions, answered=body.add_generation_prompt).tokens)
+        return list(self._conversation(messages, definitions(body.tools), answered=body.add_generation_prompt).tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
