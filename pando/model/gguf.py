@@ -6,9 +6,8 @@ The header is parsed here, with every count and offset checked against the size 
 
 import json
 import math
-import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import numpy as np
 from ..errors import BadModelFile, PandoError, UnsupportedModel
 from .gguf_layout import Layout, layout_of
 from .gguf_tokenizer import write_tokenizer
+from .shelf import Progress, sync
 
 CONVERTER_VERSION = 1  # part of the cache folder's name: raise it when the same file would be converted differently
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 _HEADER_LIMIT = 64 << 20  # the largest known vocabularies take 16 MiB
 _MAX_NESTING = 4
@@ -174,7 +172,7 @@ def convert(path: Path, into: Path, progress: Progress) -> None:
     write_tokenizer(path, file.metadata, into)
     _write_weights(file, layout, into / "model.safetensors", progress)
     for written in [*into.iterdir(), into]:
-        _sync(written)
+        sync(written)
 
 
 def _check_encodings(file: GGUFFile) -> None:
@@ -227,11 +225,3 @@ def _decode(path: Path, name: str, raw: np.ndarray[Any, Any], kind: int, shape: 
             f"{path}: tensor {name} is encoded as {encoding.name}, which Pando cannot decode; use Q8_0 or F16"
         ) from error
     return np.asarray(values, np.float32).reshape(shape)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

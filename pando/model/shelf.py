@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Progress = Callable[[int, int], None]  # done so far, in all
+Progress = Callable[[int, int], None]  # bytes done so far, in all
 
 _WORKSHOP = ".making-"
 _BOOK = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -59,7 +59,7 @@ class Shelf:
                 if target.exists():  # somebody removed a part of it
                     target.rename(workshop / "broken")
                 (workshop / "model").rename(target)
-                _sync_directory(self.models)
+                sync(self.models)
             finally:
                 self._sweep()
 
@@ -156,7 +156,8 @@ def _seen(stat: os.stat_result) -> dict[str, int]:
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 
-def _sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file or a directory, as it is now, outlives a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

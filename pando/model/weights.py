@@ -23,8 +23,7 @@ from ..kernels.fp8 import Weight, scaled
 from ..kernels.rope import interleave
 from .config import ModelConfig
 from .names import Shape, expected_tensors, names_of
-
-Progress = Callable[[int, int], None]  # bytes loaded so far, bytes in all, both in the model's dtype
+from .shelf import Progress
 
 
 class Norm(NamedTuple):
