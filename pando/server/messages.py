@@ -68,14 +68,15 @@ class Message(Body):
 def _parsed(arguments: str) -> object:
     """The object a template wants, or the text where it is none: an answer that broke off is still history."""
     try:
-        value = json.loads(arguments, parse_constant=_no_number)
+        value = json.loads(arguments, parse_constant=no_number)
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
-def _no_number(name: str) -> float:
+def no_number(name: str) -> float:
+    """Python reads NaN and Infinity as numbers."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 from ..errors import InvalidPrompt
 from ..model.tokenizer import Tokenizer
 from .grammar import schema_text
+from .messages import no_number
 
 MAX_FORCED_CALLS = 16  # in one answer: a small model that may go on calling often does
 
@@ -262,11 +263,7 @@ class _Value:
         return None
 
 
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse)
+_JSON = json.JSONDecoder(parse_constant=no_number)
 
 
 def _calls(text: str, cut: bool = False) -> list[tuple[str, str]] | None:
