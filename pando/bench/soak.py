@@ -76,9 +76,8 @@ class Soak:
         seed: int,
         margin: int,
         sizes: Sizes | None = None,
-        max_body: int = BODY_MIB << 20,
     ) -> None:
-        self._site, self._keys, self._sizes, self._max_body = site, keys, sizes or Sizes(), max_body
+        self._site, self._keys, self._sizes = site, keys, sizes or Sizes()
         self._seconds, self._clients, self._timeout, self._seed, self._margin = seconds, clients, timeout, seed, margin
         self._samples: list[Sample] = []
 
@@ -91,7 +90,7 @@ class Soak:
                 http = {name: await stack.enter_async_context(self._connect(self._keys[name])) for name in TENANTS}
                 http |= {name: await stack.enter_async_context(self._connect(key)) for name, key in (("none", ""), ("wrong", "wrong"))}
                 crowd = Crowd(
-                    http, singles, sessions, bad(context, self._max_body), mixture, timeout=self._timeout, seed=self._seed
+                    http, singles, sessions, bad(context, BODY_MIB << 20), mixture, timeout=self._timeout, seed=self._seed
                 )  # fmt: skip
                 await self._load(crowd)
             after, end = await self._rest(watch, idle)
