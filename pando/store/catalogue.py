@@ -1,6 +1,6 @@
 """Where pages are to be found below the pool: by the ledger, and where that knows nothing, by the tiers themselves."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -17,7 +17,7 @@ class Catalogue:
     def __init__(self, ledger: Ledger, counts: Counts, page_size: int) -> None:
         self._ledger, self._counts, self._page_size = ledger, counts, page_size
         self._hidden: Counter[Key] = Counter()  # not to be found any more, and still to be removed from so many tiers
-        self._expired: dict[Key, None] = {}
+        self._expired: OrderedDict[Key, None] = OrderedDict()
 
     def shown(self, keys: Iterable[Key]) -> set[Key]:
         """But for those that are to be removed."""
@@ -102,7 +102,7 @@ class Catalogue:
         """Nobody used them for too long."""
         self._expired.update(dict.fromkeys(keys))
         while len(self._expired) > REMEMBERED:
-            del self._expired[next(iter(self._expired))]
+            self._expired.popitem(last=False)
 
     def keep(self, keys: Iterable[Key]) -> None:
         """They are there again."""
