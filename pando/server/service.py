@@ -312,13 +312,17 @@ class Service:
         return cached
 
     async def pin(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None) -> Pin:
-        pin = await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl))
-        if pin.tokens < len(tokens) - 1:  # the last token's states are not always there
-            await self.ask_engine(lambda engine: engine.pins.drop(pin))
-            raise QuotaExceeded(
-                "it was evicted before it could be pinned: the cache is under pressure; try again, or raise kv_cache_tokens"
-            )
-        return pin
+        def pinned(engine: Engine) -> Pin:
+            """Between two steps: one of them could take the pin away."""
+            pin = engine.pin(tokens, tenant, public, ttl)
+            if pin.tokens < len(tokens) - 1:  # the last token's states are not always there
+                engine.pins.drop(pin)
+                raise QuotaExceeded(
+                    "it was evicted before it could be pinned: the cache is under pressure; try again, or raise kv_cache_tokens"
+                )
+            return pin
+
+        return await self.ask_engine(pinned)
 
     async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float, *, is_cut: bool) -> Pin | None:
         try:
