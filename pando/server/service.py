@@ -327,7 +327,7 @@ class Service:
     async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float, *, is_cut: bool) -> Pin | None:
         try:
             return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl, automatic=True, is_cut=is_cut))
-        except QuotaExceeded as error:
+        except (QuotaExceeded, InvalidOption) as error:  # the answer is there: it is given all the same
             self._warn(str(error))
             return None
 
