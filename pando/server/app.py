@@ -1,6 +1,7 @@
 """The routes."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -282,6 +283,7 @@ class _Routes:
 
 def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
     now, stems = engine.scheduler.clock(), engine.segments(owner)
+    pins = Counter(stem for pin in engine.pins for stem in pin.stems)
     views: list[SegmentView] = []
     for stem, readers in stems[:MAX_SEGMENTS]:
         above = stem.parent if stem.parent is not None and stem.parent.parent is not None else None
@@ -295,7 +297,7 @@ def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
                 "tier": "device",
                 "age_seconds": round(now - stem.born, 3),
                 "idle_seconds": round(now - stem.used, 3),
-                "pins": stem.pins - sum(row.stem is stem for row in engine.scheduler.running),
+                "pins": pins[stem],
             }
         )
     return views, len(stems) > MAX_SEGMENTS
