@@ -151,6 +151,14 @@ class _Routes:
         session: str | None,
     ) -> Response:
         service, name = self.service, request.state.request_id
+        wanted = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
+        echoes = (
+            await service.beside(  # long ones take a while
+                lambda: [service.prompts.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in wanted]
+            )
+            if wanted
+            else []
+        )
         ticket = await service.open(name, asked, tenant)
         ticket.arrived = request.state.arrived  # before it was parsed and tokenised
         account = Account(ticket, session, service.metrics)
@@ -159,8 +167,6 @@ class _Routes:
             top = body.top_logprobs or 0
             answers = ChatAnswers(asked, envelope, account, service.spell, service.eos, top=top, tells_tokens=body.return_token_ids)
         else:
-            wanted = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
-            echoes = [service.prompts.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in wanted]
             answers = TextAnswers(asked, envelope, account, service.spell, service.eos, echoes=echoes, tells_tokens=body.return_token_ids)
         exchange = Exchange(
             service,
