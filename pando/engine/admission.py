@@ -152,9 +152,9 @@ class Admission:
         return key
 
     def lineage(self, tenant: Tenant, public: int) -> Lineage:
-        own = self.tenant(tenant)
         if len(self.owners) > self._many_owners:
             self._forget_owners()
+        own = self.tenant(tenant)  # behind that: nothing is cached for it yet
         pages = public // self._pages.page_size
         return Lineage(root_key(self._model.digest, PUBLIC.salt), own, pages) if pages else Lineage.of(own)
 
