@@ -58,7 +58,7 @@ class ModelConfig:
     def from_file(cls, path: Path) -> "ModelConfig":
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BadModelFile(f"{path} cannot be read as JSON ({error}); fetch the model again") from error
         if not isinstance(raw, dict):
             raise BadModelFile(f"{path} holds a {type(raw).__name__}, not an object; fetch the model again")

@@ -130,7 +130,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         files = tuple(directory / name for name in names if Path(name).name == name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise BadModelFile(f"{index} is not an index of safetensors ({error!r}); fetch the model again") from error
     if len(files) < len(names):
         raise BadModelFile(f"{index} names files outside its own directory; fetch the model from a source you trust")

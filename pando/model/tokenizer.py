@@ -247,7 +247,7 @@ def _json(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadModelFile(f"{path} is not JSON ({error}); fetch the model again") from error
     return found if isinstance(found, dict) else {}
 
