@@ -151,14 +151,8 @@ class _Routes:
         session: str | None,
     ) -> Response:
         service, name = self.service, request.state.request_id
-        wanted = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
-        echoes = (
-            await service.beside(  # long ones take a while
-                lambda: [service.prompts.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in wanted]
-            )
-            if wanted
-            else []
-        )
+        echoed = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
+        echoes = await service.beside(lambda: service.prompts.texts(echoed)) if echoed else []
         ticket = await service.open(name, asked, tenant)
         ticket.arrived = request.state.arrived  # before it was parsed and tokenised
         account = Account(ticket, session, service.metrics)

@@ -164,6 +164,10 @@ class Prompts:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
 
+    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """As they were written, or as their tokens are spelt, which takes a while for long ones."""
+        return [self.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in prompts]
+
     def _conversation(
         self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool, truncates: bool | None = None
     ) -> Prompt:

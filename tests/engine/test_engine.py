@@ -347,6 +347,15 @@ def test_salts_that_nothing_is_cached_for_are_forgotten(monkeypatch: pytest.Monk
     assert len(engine.admission.owners) < 40
 
 
+def test_whoever_makes_them_too_many_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MANY_OWNERS", 4)
+    engine = tiny_engine()
+    for number in range(12):
+        tenant = Tenant(b"salt %d" % number, b"owner %d" % number)
+        ask(engine, TRUNK[:20], tenant=tenant)
+        assert engine.segments(tenant.owner), number
+
+
 # ---- constraints
 
 

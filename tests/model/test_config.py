@@ -1,5 +1,6 @@
 """Facts out of a config.json: as transformers 4 and 5 write it, and as nobody should."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,13 @@ def test_ends_of_text_are_one_many_or_none() -> None:
 def test_what_pando_does_not_run_is_named(raw: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedModel, match=says):
         ModelConfig.from_hf(raw)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
+def test_a_file_that_holds_no_object_is_a_bad_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadModelFile, match=r"config\.json .*; fetch the model again"):
+        ModelConfig.from_file(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

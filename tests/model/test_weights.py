@@ -163,6 +163,7 @@ def test_a_directory_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}', "2 of the 2 files"),
         ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "outside"),
         ('{"weight_map": {}}', "0 files"),
+        ("[" * 100_000, "not an index"),
         ('{"weight_map": {"a": 5}}', "not an index"),
         ('{"weight_map": [1]}', "not an index"),
         ("[]", "not an index"),

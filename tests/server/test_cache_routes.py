@@ -1,7 +1,7 @@
 """Looking at the cache, and steering it: pin, unpin, warm, time to live, quota."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -9,11 +9,13 @@ import openai
 import pytest
 
 from pando.engine.engine import Engine
+from pando.engine.pins import Pin
 
 from .clients import WAIT, ask, braked, client_of, fetch, said, wait_for
 from .live import NAME, Live, live
 
 LONG = "A system prompt that many requests begin with, and that should stay. "  # 69 tokens
+SCHEMA = '<schema name="few"><module name="words"> a module says a few words here</module></schema>'
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,55 @@ def test_an_answer_is_given_even_if_it_cannot_be_kept(server: Live, client: open
     reply = ask(client, "k" * 140, extra_body={"prompt_cache_options": {"ttl": "30m"}})
     assert reply.choices[0].message.content and reply.pando["pin"] is None
     assert "not pinned" in server.log.getvalue()
+
+
+def test_without_prefix_caching_there_is_an_answer_and_no_pin() -> None:
+    with live(engine={"prefix_caching": False}) as server, client_of(server) as client:
+        keep = {"prompt_cache_options": {"ttl": "30m"}}
+        reply = ask(client, "Keep this", extra_body=keep)
+        assert reply.choices[0].message.content and reply.pando["pin"] is None
+        assert list(ask(client, "Keep this", stream=True, extra_body=keep))[-1].pando["pin"] is None
+
+
+def test_what_was_evicted_before_it_could_be_pinned_is_said(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, ask_engine = server.service, server.service.ask_engine
+
+    async def evicted(*arguments: object) -> int:
+        return 0
+
+    async def starved(work: Callable[[Engine], object]) -> object:
+        """A step that finds no room takes the newest pin."""
+        found = await ask_engine(work)
+        if isinstance(found, Pin):
+            await ask_engine(lambda engine: engine.pins.give_way())
+        return found
+
+    monkeypatch.setattr(service, "compute", evicted)
+    monkeypatch.setattr(service, "ask_engine", starved)
+    refused = send(server, "/v1/cache/pin", {"prompt": LONG})
+    assert refused.status_code == 400 and "it was evicted before it could be pinned" in refused.json()["error"]["message"]
+    assert not list(service.loop._engine.pins)
+
+
+def test_what_a_prompt_imports_is_no_pin(server: Live, client: openai.OpenAI) -> None:
+    assert fetch(server, "/v1/schemas", key="one", content=SCHEMA).status_code == 200
+    with braked(server) as brake:
+        seen: list[list[int]] = []
+
+        def look() -> None:
+            seen.append([found["pins"] for found in send(server, "/v1/cache").json()["segments"]])
+
+        prompt = '<prompt schema="few"><words/> and what now?</prompt>'
+        stream = ask(client, prompt, stream=True, max_tokens=50, extra_body={"ignore_eos": True})
+        brake.let(6)
+        next(stream)
+        looking = threading.Thread(target=look)
+        looking.start()
+        while looking.is_alive():
+            brake.let(bool(server.service.loop._posted))
+            looking.join(0.01)
+        stream.close()
+    assert seen[0] and not any(seen[0])
 
 
 def test_what_was_warmed_need_not_be_computed(server: Live, client: openai.OpenAI) -> None:

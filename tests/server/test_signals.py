@@ -130,7 +130,7 @@ def lets_nobody_in(address: str) -> bool:
 
 
 def test_a_server_prints_a_curl_line_that_works_and_drains_on_a_signal(start: Callable[..., Process], model: Path):
-    server = start(model, "--port", 0, "--disable-log-requests", PANDO_API_KEY="open-sesame")
+    server = start(model, "--port", 0, "--disable-log-requests", "--drain-timeout", 600, PANDO_API_KEY="open-sesame")
     address = server.ready()
     second = start(model, "--port", address.rsplit(":")[-1])
     assert "KV cache" in server.printed and f"context {CONTEXT} tokens" in server.printed
