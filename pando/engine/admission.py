@@ -56,7 +56,8 @@ class Admission:
         imported = len(prompt) - ends
         prompt[imported:] = compact(own)
         check(params, self._model.config.vocab_size)
-        last = self.last(own, params.max_tokens, at, self.pages_of(before), is_cut=cut is not None and not before)
+        may_be_cut = cut is not None or request.truncation is not None
+        last = self.last(own, params.max_tokens, at, self.pages_of(before), is_cut=may_be_cut and not before)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         lineage = self.lineage(request.tenant, request.public)
         tenant = lineage.owner
@@ -201,8 +202,8 @@ class Admission:
             )
 
     def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int, *, is_cut: bool = False) -> int:
-        """How long prompt and answer may become together, from a position on and beside so many pages of what stands before. `is_cut`: so
-        that they fit, and as with the context, an answer may then be shorter than it was asked for."""
+        """How long prompt and answer may become together, from a position on and beside so many pages of what stands before. `is_cut`: or
+        may be, so that they fit, and as with the context, an answer may then be shorter than it was asked for."""
         slots = (self._pages.count - taken) * self._pages.page_size
         room = self._max_len - at
         last = room if max_tokens is None else min(room, len(prompt) + max_tokens)

@@ -438,6 +438,18 @@ def test_a_pool_smaller_than_the_context_is_the_window(model: Model) -> None:
     assert len(longest[0]) == len(longest[1]) > WINDOW // 8, "an answer is as long as it may be, whatever the window is"
 
 
+def test_a_prompt_too_short_to_be_cut_is_answered_as_far_as_the_pool_holds(model: Model) -> None:
+    """A longer one is, and so is this one where the context is the window."""
+    pool, context = small(model, kv_cache_tokens=WINDOW, max_model_len=4 * WINDOW), small(model)
+    for length in (WINDOW // 2, WINDOW * 5 // 8, WINDOW * 3 // 4):
+        asked = ask(f"{length}", words(5, length), WINDOW)
+        told = events(pool, asked)
+        assert told[-1].finish_reason == "length" and told[-1].reuse.truncated is None
+        assert [event.token for event in told] == answer(context, asked)
+    with pytest.raises(PoolTooSmall, match="lower max_tokens"):
+        pool.add(ask("disabled", words(5, WINDOW // 2), WINDOW, how=None))
+
+
 def test_states_made_behind_states_made_behind_others_are_made_anew_before_the_pool_is_too_small_for_them_all() -> None:
     talk, reasons = Talk(small(kv_cache_tokens=5 * WINDOW)), list[str | None]()
     for _ in range(40):
