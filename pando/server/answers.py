@@ -186,6 +186,7 @@ class _Answer:
         self.scored: list[Scored] = []
         self.calls: list[Call] = []
         self.begun = False
+        self.lead = 0  # characters before the text that its first tokens spell all the same, below 0
         self._placed, self._read = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, event: TokenEvent) -> tuple[Piece, list[Scored]]:
@@ -209,7 +210,7 @@ class _Answer:
 
     def place(self, scored: Sequence[Scored], spell: Spell) -> int:
         """How many characters stand before the next of these tokens: not those passed on so far, of which some may be held back."""
-        start = self._placed
+        start = self.lead + self._placed
         self._placed += sum(len(self._read.decode(spell(one.token))) for one in scored)
         return start
 
@@ -329,6 +330,7 @@ class TextAnswers:
             return
         answer.text = self._echoes[place]
         if event.prompt_logprobs is not None:
+            answer.lead = min(0, len(answer.text) - _characters(self._asked.prompts[place].tokens, self._spell))
             first, *tokens = self._asked.prompts[place].tokens
             tops = [{token: Logprob(value, rank) for token, value, rank in top} for top in event.prompt_top]
             others = zip(tokens, event.prompt_logprobs, tops, strict=True)
@@ -338,7 +340,7 @@ class TextAnswers:
         wanted = self._asked.params.logprobs is not None
         choices = []
         for index, answer in enumerate(self.answers):
-            logprobs = text_logprobs(answer.scored, self._spell, 0) if wanted else None
+            logprobs = text_logprobs(answer.scored, self._spell, answer.lead) if wanted else None
             tokens = answer.tokens if self._tells_tokens else None
             prompt = self._asked.prompts[index // self._asked.params.n].tokens if self._tells_tokens else None
             choices.append(text_choice(index, answer.text, self._reasons[index], logprobs, tokens, prompt))
@@ -347,3 +349,8 @@ class TextAnswers:
     @property
     def outcome(self) -> Literal["stop", "length"]:
         return self._reasons[0]
+
+
+def _characters(tokens: Sequence[int], spell: Spell) -> int:
+    """That they spell: with the token that begins a sequence, and the first space, which are no part of the text that was sent."""
+    return len(b"".join(map(spell, tokens)).decode(errors="replace"))

@@ -58,7 +58,8 @@ def chat_logprobs(scored: Sequence[Scored], top: int, spell: Spell) -> ChatLogpr
 
 
 def text_logprobs(scored: Sequence[Scored], spell: Spell, start: int) -> TextLogprobs:
-    """`start`: characters of the text before the first of these tokens. In this form the chosen token is always among the likeliest."""
+    """`start`: characters of the text before the first of these tokens; below 0, so many that they spell stand before it. In this form
+    the chosen token is always among the likeliest."""
     written, read = start, codecs.getincrementaldecoder("utf-8")("replace")
     said: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for one in scored:
@@ -67,7 +68,7 @@ def text_logprobs(scored: Sequence[Scored], spell: Spell, start: int) -> TextLog
         said["token_logprobs"].append(None if one.logprob is None else _finite(one.logprob))
         likeliest = _likeliest(one.alternatives, len(one.alternatives))
         said["top_logprobs"].append({_readable(spell(token)): _finite(found.logprob) for token, found in likeliest} or None)
-        said["text_offset"].append(written)
+        said["text_offset"].append(max(0, written))
         written += len(read.decode(spelt))
     return said
 

@@ -1,15 +1,19 @@
 """Plain completions, tokens, models and the state of the server, through the official client."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import processors
 
 from pando import __version__
 from pando.engine.request import SamplingParams
+from pando.model.tokenizer import Tokenizer
 
-from ..tiny import tiny_llm, tiny_tokenizer
+from ..tiny import END, tiny_llm, tiny_model, tiny_tokenizer
 from .clients import each_client_of, fetch, said
 from .live import NAME, Live, live
 
@@ -101,6 +105,23 @@ def test_an_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     streamed = [chunk.choices[0].logprobs for chunk in go_on(client, "scored prompt", echo=True, logprobs=1, max_tokens=2, stream=True)]
     assert [token for one in streamed for token in one.tokens] == choice.logprobs.tokens
     assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
+
+
+def test_what_begins_a_sequence_takes_no_place_in_the_text_of_an_echo() -> None:
+    """Most models want a token there that no client has sent."""
+    settings = json.loads(tiny_tokenizer()._text)
+    first = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", END)])
+    settings["post_processor"] = json.loads(first.__getstate__())
+    tokenizer = Tokenizer(json.dumps(settings), {"bos_token": "<end>", "eos_token": "<end>"}, [], None)
+    with live(replace(tiny_model(), tokenizer=tokenizer)) as server, each_client_of(server, "sync") as client:
+        asked = {"echo": True, "logprobs": 1, "max_tokens": 2, "logit_bias": {"64": 100}}
+        choice = go_on(client, "scored", **asked).choices[0]
+        assert choice.text == "scoredaa" and choice.logprobs.tokens == ["<end>", *"scoredaa"]
+        assert choice.logprobs.text_offset == [0, *range(8)]
+        streamed = [chunk.choices[0].logprobs for chunk in go_on(client, "scored", stream=True, **asked)]
+        assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
+        spelt = go_on(client, tokenizer.encode("scored"), **asked).choices[0]
+        assert spelt.text == "<end>scoredaa" and spelt.logprobs.text_offset == [0, *range(5, 13)]
 
 
 def test_an_echo_with_logprobs_tells_what_else_could_stand_in_the_prompt(client: openai.OpenAI) -> None:
