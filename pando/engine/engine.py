@@ -30,7 +30,7 @@ from .facts import Counting, Stats, StepFacts
 from .flight import Flight
 from .graphs import on_cuda
 from .imports import find, wants
-from .pins import Pin, Pins
+from .pins import Pin, Pins, Turn
 from .repair import Repairer
 from .request import Request, Tenant, TokenEvent
 from .row import Row, Schedule
@@ -321,9 +321,11 @@ class Engine:
     # ---- keeping
 
     def pin(
-        self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None, *, automatic: bool = False, is_cut: bool = False
-    ) -> Pin:
-        """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned. `is_cut`: of what is left of it."""
+        self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float | None, *, automatic: bool = False, is_cut: bool = False,
+        session: str | None = None, asked: int = 0,
+    ) -> Pin:  # fmt: skip
+        """Keeps what is cached of a context, for `ttl` seconds or until it is unpinned. `is_cut`: of what is left of it. `session`: the
+        conversation of which it is a turn, with so many tokens that were asked."""
         if not self.scheduler.reuse:
             raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
         now, keys, home = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
@@ -331,10 +333,11 @@ class Engine:
         with self._whole.undisturbed():
             self.expire_pins()
             self.scheduler.clear_away()
-            self.pins.make_way(tenant, keys if automatic and is_cut else ())
+            turn = None if session is None or not (pages := asked // self.pages.page_size) else Turn(session, keys[pages - 1])
+            self.pins.make_way(tenant, keys if automatic and is_cut else (), turn)
             stems, length = self.truncations.cached(tokens, home, keys, is_cut=is_cut)
             try:
-                return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic)
+                return self.pins.add(stems, length, keys, tenant, None if ttl is None else now + ttl, automatic=automatic, turn=turn)
             except QuotaExceeded:
                 self.tree.forget_bare(stems[0])
                 raise

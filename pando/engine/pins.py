@@ -2,8 +2,10 @@
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import QuotaExceeded
 from ..kv.segment import Key
@@ -26,6 +28,12 @@ class Pin:
     stems: tuple[Stem, ...]
     last: Key | None = None  # of the whole pages of what it is of, before any of that was dropped
     automatic: bool = False  # it came with a request, and gives way to that of the next turn
+    turn: "Turn | None" = None  # where the conversation has a name
+
+
+class Turn(NamedTuple):
+    session: str
+    asked: Key  # the last whole page of its prompt
 
 
 class Pins:
@@ -41,11 +49,23 @@ class Pins:
     def pages(self) -> int:
         return len(self._held(self))
 
+    def ends(self) -> Counter[Stem]:
+        """How many pins end in each stem. What only leads to another stem of the same pin is not its end."""
+        return Counter(stem for pin in self for stem in pin.stems if not any(_leads(stem, other) for other in pin.stems))
+
     def add(
-        self, stems: Sequence[Stem], tokens: int, keys: Sequence[Key], tenant: Tenant, until: float | None, *, automatic: bool = False
+        self,
+        stems: Sequence[Stem],
+        tokens: int,
+        keys: Sequence[Key],
+        tenant: Tenant,
+        until: float | None,
+        *,
+        automatic: bool = False,
+        turn: Turn | None = None,
     ) -> Pin:
         """`tokens`: how many lead to these stems. `keys`: of all whole pages that were said."""
-        yielding = self._yielding(tenant, keys) if automatic else []
+        yielding = self._yielding(tenant, keys, turn) if automatic else []
         staying = [pin for pin in self if pin not in yielding]
         pages = frozenset().union(*map(_pages, stems))
         if len(staying) >= MAX_PINS:
@@ -60,18 +80,20 @@ class Pins:
             self._tree.pin(stem)
         for pin in yielding:
             self.drop(pin)
-        pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, tokens, pages, until, tuple(stems), keys[-1] if keys else None, automatic)
+        pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, tokens, pages, until, tuple(stems), keys[-1] if keys else None, automatic, turn)
         self._pins[pin.pin_id] = pin
         return pin
 
-    def _yielding(self, tenant: Tenant, keys: Sequence[Key]) -> list[Pin]:
-        """The automatic pins of what is gone on with here."""
-        said = set(keys)
-        return [pin for pin in self if pin.automatic and pin.tenant == tenant and pin.last in said]
+    def _yielding(self, tenant: Tenant, keys: Sequence[Key], turn: Turn | None) -> list[Pin]:
+        """The automatic pins of what is gone on with here. An answer may come back as other tokens, without its stop string for one: in a
+        session it is enough that what was asked does."""
+        said, session = set(keys), turn and turn.session
+        mine = [pin for pin in self if pin.automatic and pin.tenant == tenant]
+        return [pin for pin in mine if pin.last in said or (pin.turn and pin.turn.session == session and pin.turn.asked in said)]
 
-    def make_way(self, tenant: Tenant, keys: Sequence[Key]) -> None:
+    def make_way(self, tenant: Tenant, keys: Sequence[Key], turn: Turn | None) -> None:
         """Of a conversation that was cut: what the pin before holds leads along what was dropped, and what is left could not do without."""
-        for pin in self._yielding(tenant, keys):
+        for pin in self._yielding(tenant, keys, turn):
             self.drop(pin)
 
     def get(self, pin_id: str, owner: bytes) -> Pin | None:
@@ -108,3 +130,10 @@ class Pins:
 def _pages(stem: Stem) -> frozenset[int]:
     """From the root to here."""
     return frozenset(page for segment in stem.path() for page in segment.pages)
+
+
+def _leads(stem: Stem, other: Stem) -> bool:
+    at = other.parent
+    while at is not None and at is not stem:
+        at = at.parent
+    return at is stem

@@ -1,7 +1,6 @@
 """The routes."""
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -282,8 +281,7 @@ class _Routes:
 
 
 def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
-    now, stems = engine.scheduler.clock(), engine.segments(owner)
-    pins = Counter(stem for pin in engine.pins for stem in pin.stems)
+    now, stems, pins = engine.scheduler.clock(), engine.segments(owner), engine.pins.ends()
     views: list[SegmentView] = []
     for stem, readers in stems[:MAX_SEGMENTS]:
         above = stem.parent if stem.parent is not None and stem.parent.parent is not None else None

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..engine.engine import Engine
+from ..engine.pins import Pin
 from ..engine.request import Tenant
 from ..errors import PandoError
 from .answers import Account, ChatAnswers, TextAnswers
@@ -118,7 +120,12 @@ class Exchange:
         tokens = [*prompt.tokens, *answers.answers[0].tokens]
         if self._ttl is not None:
             is_cut = self._account.reuse[0].truncated is not None
-            self._account.hold(await self._service.pin_if_room(tokens, self._tenant, prompt.public, self._ttl, is_cut=is_cut), self._ttl)
+
+            def keep(engine: Engine) -> Pin:
+                told = tokens, self._tenant, prompt.public, self._ttl
+                return engine.pin(*told, automatic=True, is_cut=is_cut, session=self._session, asked=len(prompt.tokens))
+
+            self._account.hold(await self._service.pin_if_room(keep), self._ttl)
         if isinstance(answers, ChatAnswers) and prompt.bound is None:
             turn = self._tenant.salt, asked.messages, answers.message(), tokens, len(prompt.tokens), self._session
             self._service.workers.submit(self._service.history.remember, *turn)

@@ -324,9 +324,9 @@ class Service:
 
         return await self.ask_engine(pinned)
 
-    async def pin_if_room(self, tokens: Sequence[int], tenant: Tenant, public: int, ttl: float, *, is_cut: bool) -> Pin | None:
+    async def pin_if_room(self, pin: Callable[[Engine], Pin]) -> Pin | None:
         try:
-            return await self.ask_engine(lambda engine: engine.pin(tokens, tenant, public, ttl, automatic=True, is_cut=is_cut))
+            return await self.ask_engine(pin)
         except (QuotaExceeded, InvalidOption) as error:  # the answer is there: it is given all the same
             self._warn(str(error))
             return None

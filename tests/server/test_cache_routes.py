@@ -15,7 +15,6 @@ from .clients import WAIT, ask, braked, client_of, fetch, said, wait_for
 from .live import NAME, Live, live
 
 LONG = "A system prompt that many requests begin with, and that should stay. "  # 69 tokens
-SCHEMA = '<schema name="few"><module name="words"> a module says a few words here</module></schema>'
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +94,28 @@ def test_a_running_stream_is_a_reader(server: Live, client: openai.OpenAI) -> No
     assert max(seen[0]) == 1 and max(seen[1]) == 0
 
 
+def test_what_requests_read_is_no_pin_and_a_pin_is_told_once(server: Live, client: openai.OpenAI) -> None:
+    schema = b'<schema name="read">It opens. <module name="one"> One module.</module><module name="two"> Another.</module></schema>'
+    fetch(server, "/v1/schemas?eager=true", content=schema, headers={"authorization": "Bearer one"}).raise_for_status()
+    seen: list[list[Any]] = []
+    with braked(server) as brake:
+        asked = {"prompt_format": "pml", "ignore_eos": True}
+        prompt = '<prompt schema="read"><one/><two/> Go on.</prompt>'
+        stream = client.completions.create(model=NAME, prompt=prompt, max_tokens=40, n=2, stream=True, extra_body=asked)
+        brake.let(8)
+        next(stream)
+        looking = threading.Thread(target=lambda: seen.append(send(server, "/v1/cache").json()["segments"]))
+        looking.start()
+        while looking.is_alive():  # it is answered between two steps
+            brake.let(bool(server.service.loop._posted))
+            looking.join(0.01)
+        stream.close()
+    assert max(found["readers"] for found in seen[0]) == 2 and not any(found["pins"] for found in seen[0])
+    server.settle()
+    send(server, "/v1/cache/pin", {"prompt": LONG}).raise_for_status()  # it ends within a page
+    assert [(found["first"], found["pins"]) for found in send(server, "/v1/cache").json()["segments"] if found["pins"]] == [(68, 1)]
+
+
 def test_a_pin_outlives_pressure_until_it_is_taken_away(server: Live, client: openai.OpenAI) -> None:
     pin = send(server, "/v1/cache/pin", {"prompt": LONG}).json()
     assert pin["tokens"] >= 68 and pin["expires_at"] is None
@@ -128,6 +149,22 @@ def test_another_owner_cannot_take_a_pin_away(server: Live, client: openai.OpenA
     press(client)
     assert cached(client, LONG) == 68
     assert not any(found["pins"] for found in send(server, "/v1/cache", key="two").json()["segments"])
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["2Q", "Y", "V"], "logit_bias": {f"{token}": -100 for token in range(94, 257)}}])
+def test_the_pin_of_a_turn_gives_way_though_its_answer_comes_back_as_other_tokens(options: dict[str, Any]) -> None:
+    """Half characters do, and what a stop string was cut off."""
+    with live(pin_quota=100) as server:
+        kept = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "prompt_cache_options": {"ttl": "1h"}, **options}
+        for session in ("one", "two"):
+            messages = said(f"The first of the questions of {session}?")
+            for _ in range(4):
+                reply = fetch(server, "/v1/chat/completions", {**kept, "messages": messages, "session_id": session}).json()
+                assert reply["pando"]["pin"] is not None
+                messages += [reply["choices"][0]["message"], *said("And another one?")]
+            other = fetch(server, "/v1/chat/completions", {**kept, "messages": said(f"Else, by {session}?"), "session_id": session})
+            assert other.json()["pando"]["pin"] is not None
+        assert server.service.loop.call(lambda engine: len(list(engine.pins))).result(WAIT) == 4
 
 
 def test_pins_have_a_quota(server: Live, client: openai.OpenAI) -> None:
@@ -195,27 +232,6 @@ def test_what_was_evicted_before_it_could_be_pinned_is_said(server: Live, monkey
     refused = send(server, "/v1/cache/pin", {"prompt": LONG})
     assert refused.status_code == 400 and "it was evicted before it could be pinned" in refused.json()["error"]["message"]
     assert not list(service.loop._engine.pins)
-
-
-def test_what_a_prompt_imports_is_no_pin(server: Live, client: openai.OpenAI) -> None:
-    assert fetch(server, "/v1/schemas", key="one", content=SCHEMA).status_code == 200
-    with braked(server) as brake:
-        seen: list[list[int]] = []
-
-        def look() -> None:
-            seen.append([found["pins"] for found in send(server, "/v1/cache").json()["segments"]])
-
-        prompt = '<prompt schema="few"><words/> and what now?</prompt>'
-        stream = ask(client, prompt, stream=True, max_tokens=50, extra_body={"ignore_eos": True})
-        brake.let(6)
-        next(stream)
-        looking = threading.Thread(target=look)
-        looking.start()
-        while looking.is_alive():
-            brake.let(bool(server.service.loop._posted))
-            looking.join(0.01)
-        stream.close()
-    assert seen[0] and not any(seen[0])
 
 
 def test_what_was_warmed_need_not_be_computed(server: Live, client: openai.OpenAI) -> None:
