@@ -156,6 +156,10 @@ class Holding:
                 self.below.rounded.begin(row, taken)
             self.turns.change()
 
+    def keeps_own(self, row: Row) -> bool:
+        """Nothing is reused where a prompt is scored: what the tree has of it already may have gone through a codec that rounds."""
+        return row.scored is not None and self.below is not None and self.below.rounded.rounds
+
     def hand_over(self, row: Row, now: float) -> None:
         """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""
         start, stop = row.settled // self.pages.page_size, row.computed // self.pages.page_size

@@ -256,7 +256,7 @@ class Scheduler:
             if row.load is not None and self.below is not None:
                 self.below.end(row)  # every layer of it was waited for
             row.computed += count
-            if self.reuse and row.computed - row.settled >= self.pages.page_size:
+            if self.reuse and row.computed - row.settled >= self.pages.page_size and not self._holding.keeps_own(row):
                 self._holding.hand_over(row, self._now)
         for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
             self.makers.pass_on(row)

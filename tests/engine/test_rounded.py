@@ -94,3 +94,16 @@ def test_a_page_that_is_copied_and_given_to_the_one_who_copies_it_is_remembered(
     evict(engine)
     assert told(engine, [*text[:60], 7], 2)
     assert told(engine, [*text[:20], *[9] * 30], 2)
+
+
+def test_a_prompt_is_scored_by_exact_states_whatever_the_pool_has_of_it(model: Model) -> None:
+    engine, scored = engine_of(model, max_num_batched_tokens=8), Request("s", ONE, greedy(9), score=True)
+    [right] = run(tiny_engine(model, prefix_caching=False), [scored]).values()
+    told(engine, ONE)
+    evict(engine)
+    assert told(engine, [*ONE, 1, 2, 3])
+    [found] = run(engine, [scored]).values()
+    assert found[0].prompt_logprobs == pytest.approx(right[0].prompt_logprobs, abs=1e-4)
+    assert [event.token for event in found] == [event.token for event in right]
+    assert not found[-1].reuse.rounded
+    assert told(engine, ONE), "what it leaves is what was there"
