@@ -171,7 +171,7 @@ class LLM:
         truncation: Truncating = "disabled",
     ) -> list[RequestOutput]:
         """Answers one conversation, or several together."""
-        is_one = not messages or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
+        is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         several: Sequence[Messages] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
         params = _each(sampling_params, len(several))
         texts = [self.tokenizer.chat(conversation) for conversation in several]

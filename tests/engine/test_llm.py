@@ -259,6 +259,11 @@ def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     assert at_rest(llm)
 
 
+def test_an_iterator_is_no_conversation() -> None:
+    with pytest.raises(InvalidPrompt):
+        tiny_llm().chat(iter([{"role": "user", "content": "hi"}]))  # type: ignore[arg-type]
+
+
 def test_the_second_turn_reuses_the_first() -> None:
     llm = tiny_llm()
     talk = [{"role": "user", "content": "hi"}]
