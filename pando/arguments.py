@@ -25,16 +25,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _take_words(arguments: argparse.Namespace, late: list[str]) -> list[str]:
     """Which word is the model and which the prompt, wherever options stand between them: argparse does not know. What is left over."""
-    if late and late[0].startswith("-"):
+    if late and late[0].startswith("-") and late[0] != "-":
         return late
     words = [word for word in (arguments.model, arguments.prompt, *late) if word is not None]
     is_modular = arguments.schema is not None or arguments.prompt_file is not None
     if not words and not is_modular:
         raise InvalidOption("the following arguments are required: PROMPT; see `pando run --help`")
     prompts = 0 if is_modular else 1
+    if prompts and len(words) == 1 and _is_model(Path(words[0])):
+        raise InvalidOption(f"{words[0]} is a model, and there is no prompt; give it behind the model, or - to read it from standard input")
     arguments.prompt = words[min(len(words), 1 + prompts) - 1] if prompts else None
     arguments.model = words[0] if len(words) > prompts else None
     return words[1 + prompts :]
+
+
+def _is_model(path: Path) -> bool:
+    return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
 
 
 def parser() -> Parser:

@@ -194,8 +194,12 @@ def _answer(
     if sampling.n == 1 and not arguments.json:
         _stream(llm.stream(prompt, sampling, **how) if prompt is not None else llm.stream_chat(messages, sampling, **how), arguments.stats)
         return
+    began = time.perf_counter()
     [output] = llm.generate([prompt], sampling, **how) if prompt is not None else llm.chat(messages, sampling, **how)
+    took = time.perf_counter() - began
     _tell_dropped(output.reuse)
+    if arguments.stats:
+        _tell_reuse(f"{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} cached · {took:.2f} s", output.reuse)
     if arguments.json:
         print(json.dumps(_as_json(output, model), ensure_ascii=False))
         return
@@ -250,10 +254,14 @@ def _stream(events: Iterator[TokenEvent], stats: bool) -> None:
     print()
     _tell_dropped(reuse)
     if stats:
-        modular = f" · modular: {reuse.modules} tokens are approximate" if reuse.modules else ""
-        repaired = f" · {reuse.repaired} module tokens were repaired" if reuse.repaired else ""
-        rounded = " · rounded: some of what was reused is approximate" if reuse.rounded else ""
-        print(f"{speed}{modular}{repaired}{rounded}", file=sys.stderr)
+        _tell_reuse(str(speed), reuse)
+
+
+def _tell_reuse(speed: str, reuse: Reuse) -> None:
+    modular = f" · modular: {reuse.modules} tokens are approximate" if reuse.modules else ""
+    repaired = f" · {reuse.repaired} module tokens were repaired" if reuse.repaired else ""
+    rounded = " · rounded: some of what was reused is approximate" if reuse.rounded else ""
+    print(f"{speed}{modular}{repaired}{rounded}", file=sys.stderr)
 
 
 def _tell_dropped(reuse: Reuse) -> None:

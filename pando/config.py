@@ -201,6 +201,16 @@ class Parser(argparse.ArgumentParser):
         raise InvalidOption(f"{message}; see `{self.prog} --help`")
 
 
+def written_file(text: str) -> Path:
+    """A file that is written at the end: what would fail then is refused before anything is measured."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{file}: there is no folder {file.parent}; make it, or write elsewhere")
+    return file
+
+
 def options(of: type[EngineConfig] | type[ServerConfig] = EngineConfig) -> "tuple[Field[object], ...]":
     return fields(of)
 

@@ -214,6 +214,28 @@ def test_a_dash_reads_the_prompt_from_standard_input(llm, monkeypatch):
     assert llm.asked[0][-1]["content"] == "Überall?"
 
 
+@pytest.mark.parametrize("line", ["run model --raw -", "run model --max-tokens 9 - --raw", "run --raw model -"])
+def test_options_may_stand_between_a_model_and_a_dash(llm, monkeypatch, line):
+    give(monkeypatch, b"Hello")
+    assert cli.main(line.split()) == 0
+    assert (llm.asked, llm.config.model) == (["Hello"], "model")
+
+
+def test_a_model_alone_is_no_prompt(llm, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "one.gguf").write_text("")
+    for model in (tmp_path, tmp_path / "one.gguf"):
+        assert cli.main(["run", str(model), "--max-tokens", "3"]) == 2
+        assert "is a model, and there is no prompt" in capsys.readouterr().err
+    assert not llm.asked
+
+
+@pytest.mark.parametrize("options", [["--n", "2"], ["--json"], []])
+def test_what_was_reused_is_told_however_the_answer_is_printed(llm, capsys, options):
+    assert cli.main(["run", "hi", "--stats", *options]) == 0
+    assert "42 prompt tokens, 30 cached" in capsys.readouterr().err
+
+
 def test_json_is_one_object_with_everything_that_was_counted(llm, capsys):
     assert cli.main(["run", "--json", "--n", "2", "hi"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -402,6 +424,16 @@ def test_every_benchmark_is_named_and_any_other_refused(capsys):
         assert f"pando bench {name} " in capsys.readouterr().out
     assert cli.main(["bench", "nosuch"]) == 2
     assert "no benchmark 'nosuch'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [
+    "bench", "bench modules", "bench store", "bench truncation", "bench trace --generate sharegpt", "bench overhead", "bench soak",
+    "schema quality s.pml --prompts p.pml",
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, line):
+    for file, complaint in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "is a folder")):
+        assert cli.main([*line.split(), "--json", str(file)]) == 2
+        assert complaint in capsys.readouterr().err
 
 
 def test_bench_serve_reads_its_own_arguments(monkeypatch):

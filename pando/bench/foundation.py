@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import Parser
+from ..config import Parser, written_file
 from ..errors import InvalidOption
 from . import PARTS, cases
 from .baseline import library, write_random_model
@@ -95,5 +95,5 @@ def _parser() -> Parser:
     parser.add_argument("--full", action="store_true", help="score the whole text for perplexity")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the shared prefix is cut from")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder of texts and dialogues; also {DATA_VARIABLE}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -17,7 +17,7 @@ from random import Random
 
 import torch
 
-from ..config import EngineConfig, Parser
+from ..config import EngineConfig, Parser, written_file
 from ..engine.graphs import SEEN_WITH_PROMPTS
 from ..engine.llm import LLM
 from ..engine.request import SamplingParams
@@ -205,6 +205,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with xquad_en.json: compare answers, too")
     parser.add_argument("--questions", type=int, default=100, metavar="N", help="that are asked (100)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which questions (0)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time to the first token over the tokens of modules")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    parser.add_argument("--plot", type=written_file, metavar="FILE", help="draw the time to the first token over the tokens of modules")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

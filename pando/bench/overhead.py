@@ -14,7 +14,7 @@ from random import Random
 
 import torch
 
-from ..config import EngineConfig, Parser, load
+from ..config import EngineConfig, Parser, load, written_file
 from ..engine.llm import LLM
 from ..engine.request import SamplingParams
 from ..errors import InvalidOption
@@ -185,5 +185,5 @@ def _parser() -> Parser:
         "--firsts", type=int, default=sizes.firsts, metavar="N", help=f"prompts whose first token is timed ({sizes.firsts})"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="where the prompts come from (0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from ..config import Device, DType, EngineConfig, Parser
+from ..config import Device, DType, EngineConfig, Parser, written_file
 from ..engine.schemas import Schemas
 from ..errors import InvalidOption, InvalidPrompt
 from ..markup.binding import Bound
@@ -206,5 +206,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
     parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
     parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, too")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write the numbers, too")
     return parser

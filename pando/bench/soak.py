@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from ..config import Parser
+from ..config import Parser, written_file
 from ..errors import InvalidOption
 from .client import connect
 from .crowd import TENANTS, Crowd, alone, session
@@ -199,5 +199,5 @@ def _parser() -> Parser:
     parser.add_argument("--margin-mib", type=int, default=64, metavar="N", help="MiB that memory may grow after the warm-up (64)")
     parser.add_argument("--model", default="smollm2-135m", help="a model by name, directory or file (smollm2-135m)")
     parser.add_argument("--random-weights", action="store_true", help="a model of that shape with random weights; needs no file or network")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and counter, too")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample and counter, too")
     return parser

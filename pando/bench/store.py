@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ..config import Parser
+from ..config import Parser, written_file
 from ..errors import InvalidOption
 from ..model.load import Model
 from . import codecs, preload, returning, rounding, saving
@@ -141,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where the disk tier is made, and removed at the end (the system's own)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text to measure rounding by (the documentation of Python)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time to the first token, and what loading by layers spares")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    spares = "draw the time to the first token, and what loading by layers spares"
+    parser.add_argument("--plot", type=written_file, metavar="FILE", help=spares)
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from ..config import Parser, PolicyName
+from ..config import Parser, PolicyName, written_file
 from ..errors import InvalidOption
 from ..store.policy import POLICIES
 from . import plot
@@ -383,6 +383,6 @@ def _parser() -> Parser:
         "--shares", type=_shares, default=(0.15, 0.15, 0.6), metavar="P,H,D", help="pool, host and disk, %% of all that is kept (15,15,60)"
     )
     made.add_argument("--shape", default="tiny", metavar="NAME", help="of the engine's model (tiny)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the facts and all numbers")
-    made.add_argument("--plot", type=Path, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
+    made.add_argument("--json", type=written_file, metavar="FILE", help="write the facts and all numbers")
+    made.add_argument("--plot", type=written_file, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
     return made

@@ -18,7 +18,7 @@ from typing import get_args
 
 import torch
 
-from ..config import Device, DType, EngineConfig, Parser
+from ..config import Device, DType, EngineConfig, Parser, written_file
 from ..engine.imports import Import, find
 from ..engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
 from ..engine.row import Row
@@ -237,5 +237,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the windows are cut from")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder that has one; also {DATA_VARIABLE}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample, too")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ... import __version__
-from ...config import EngineConfig, Parser
+from ...config import EngineConfig, Parser, written_file
 from ...engine.costs import Subject, default_cost, device_name, keep_cost
 from ...errors import InvalidOption
 from ...model.load import choose_device
@@ -167,9 +167,6 @@ def _check(arguments: argparse.Namespace) -> None:
     for flag, number in (("--bandwidth", arguments.bandwidth), ("--rate", arguments.rate)):
         if number is not None and not 0 < number < float("inf"):
             raise InvalidOption(f"{flag} is {number}; it must be above 0")
-    for flag, file in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if file is not None and not file.parent.is_dir():
-            raise InvalidOption(f"{flag} {file}: there is no folder {file.parent}")
     if arguments.plot:
         from .. import plot
 
@@ -210,6 +207,6 @@ def _parser() -> Parser:
     parser.add_argument("--peers", type=Path, metavar="FILE", help="JSON: microseconds of the best other kernel, by case, to compare with")
     parser.add_argument("--heads", metavar="Q/K", help="with --calibrate: query and key heads (32/8; on a CPU 9/3)")
     parser.add_argument("--head-size", type=int, metavar="N", help="with --calibrate: elements of a head (128; on a CPU 64)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .svg, .png or .pdf")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write the results")
+    parser.add_argument("--plot", type=written_file, metavar="FILE", help="draw them: .svg, .png or .pdf")
     return parser

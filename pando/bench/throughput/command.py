@@ -3,12 +3,11 @@
 import argparse
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
 
-from ...config import Device, DType, EngineConfig, KVDType, Parser, Quantization
+from ...config import Device, DType, EngineConfig, KVDType, Parser, Quantization, written_file
 from ...engine.costs import device_name
 from ...errors import InvalidOption
 from ...model.load import choose_device, choose_dtype
@@ -117,9 +116,6 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise InvalidOption(f"--{name} is {value}; it must be above 0")
-    for flag, file in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InvalidOption(f"{flag} {file}: there is no folder {file.absolute().parent}")
     if arguments.plot:
         from .. import plot  # a GPU host may lack what it imports
 
@@ -143,8 +139,8 @@ def _parser() -> Parser:
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of products, reads and first tokens; medians count (7)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, lengths and arrivals (0)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is measured, anew with every line")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
+    parser.add_argument("--json", type=written_file, metavar="FILE", help="write what is measured, anew with every line")
+    parser.add_argument("--plot", type=written_file, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
     grid.add_options(parser.add_argument_group("hydragen and steps; the modes are also those of relay"))
     relay.add_options(parser.add_argument_group("relay"))
     chunk.add_options(parser.add_argument_group("chunk"))
