@@ -302,7 +302,7 @@ class Service:
 
     async def compute(self, request_id: str, prompt: Prompt, tenant: Tenant) -> int:
         """Computes a prompt and answers nothing; says how many of its tokens were cached already."""
-        ticket = await self.open(request_id, Asked([prompt], SamplingParams(temperature=0, max_tokens=1)), tenant)
+        ticket = await self.open(request_id, Asked([prompt], SamplingParams(temperature=0, max_tokens=1), silent=True), tenant)
         cached = 0
         try:
             async for batch in ticket.batches():
@@ -340,7 +340,7 @@ class Service:
         there = [(ticket, event) for event in events if (ticket := self._tickets.get(event.request_id)) is not None]
         for ticket, event in there:
             ticket.put(event)
-        self.metrics.generated(len(there))
+        self.metrics.generated(sum(not ticket.asked.silent for ticket, _ in there))
 
     def _give_up(self, names: Sequence[str]) -> None:
         for name in names:

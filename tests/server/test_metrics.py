@@ -166,6 +166,17 @@ def test_a_running_server_shows_what_was_read_once():
         assert before < read_bytes < flat_bytes
 
 
+def test_what_nobody_was_told_is_no_token_of_an_answer():
+    with live() as server:
+        for path, body in (
+            ("/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0}),
+            ("/v1/cache/warm", {"prompt": "Warm this"}),
+            ("/v1/completions", {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}),
+        ):
+            httpx.post(server.url + path, json=body, timeout=60).raise_for_status()
+        assert server.metric("pando_generated_tokens_total") == 3
+
+
 def test_routers_find_the_names_of_vllm_when_asked_for():
     metrics = made("vllm")
     metrics.prompt({"computed": 10, "device": 30})
