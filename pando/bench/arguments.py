@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ..config import Parser, written_file
+from ..config import Parser
 from ..errors import InvalidOption
 from . import plot
 from .client import Endpoint, Target
@@ -43,6 +43,9 @@ def check(given: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         expected = requests if requests is not None else rate * given.duration
         if expected > MAX_REQUESTS:
             raise InvalidOption(f"{expected:g} requests at a rate of {rate:g}, and {MAX_REQUESTS} are the most; give --requests")
+    for file in (given.json, given.plot):
+        if file and not file.absolute().parent.is_dir():
+            raise InvalidOption(f"{file}: there is no folder {file.absolute().parent}; make it, or write elsewhere")
     if given.plot:
         plot.check(given.plot)
     return Options(
@@ -189,5 +192,5 @@ def _add_workload(to: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(to: argparse._ArgumentGroup) -> None:
-    to.add_argument("--json", type=written_file, metavar="FILE", help="write the facts, the statistics and every request")
-    to.add_argument("--plot", type=written_file, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
+    to.add_argument("--json", type=Path, metavar="FILE", help="write the facts, the statistics and every request")
+    to.add_argument("--plot", type=Path, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
