@@ -12,9 +12,9 @@ typedef struct {
     int32_t part;            /* where their partial results go */
 } Tile;
 
-/* As native.py fills it in. */
+/* As native.py fills it in, but for what every layer has of its own. */
 typedef struct {
-    const el *q, *k, *v; /* [.., H, D], and the pool [S, K, D] */
+    const el *q, *k, *v; /* of a layer: [.., H, D], and the pool [S, K, D] */
     el *out;             /* [T, H, D] */
     const float *slopes; /* [H], or none */
     const Tile *tiles;
@@ -138,7 +138,9 @@ static void merge(const Work *w, int t, int h) {
         for (int d = 0; d < D; d++) w->out[((int64_t)t * H + h + n) * D + d] = down(sum[n] == 0 ? 0.0f : rows[n][d] / sum[n]);
 }
 
-void attend(const Work *w) {
+void attend(const Work *plan, const el *q, const el *k, const el *v) {
+    Work work = *plan, *w = &work;
+    w->q = q, w->k = k, w->v = v;
 #pragma omp parallel
     {
         Desk desk;

@@ -125,7 +125,7 @@ class Library:
         self.silu_gate = _declare(library.silu_gate, p, p, i, i)
         self.rotate_and_store = _declare(library.rotate_and_store, p, p, i, p, p, p, p, i, i, i, i)
         self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
-        self.attend = _declare(library.attend, p)
+        self.attend = _declare(library.attend, p, p, p, p)
         self.tiles = bool(library.has_tiles())
 
 
@@ -265,7 +265,7 @@ class NativeLowering:
         self._place = ctypes.addressof(self._work)
 
     def _arguments(self) -> Work:
-        """All of the kernel's that stay the same from layer to layer; the rest is filled in for each."""
+        """All of the kernel's that stay the same from layer to layer."""
         tiling, g = self._tiling, self._geometry
         arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
         slopes = None if g.slopes is None else g.slopes.data_ptr()
@@ -281,9 +281,8 @@ class NativeLowering:
             out, lse = part.read(q, turned, k, v)
             self._parts[place] = out
             torch.mul(lse, LOG2_E, out=self._peaks[place])
-        turned, work = turned.contiguous() if self._tiling.turn is None else self._with_moved(q, turned), self._work
-        work.q, work.k, work.v = turned.data_ptr(), k.data_ptr(), v.data_ptr()
-        self._library.attend(self._place)
+        turned = turned.contiguous() if self._tiling.turn is None else self._with_moved(q, turned)
+        self._library.attend(self._place, turned.data_ptr(), k.data_ptr(), v.data_ptr())
         return self._out
 
     def _with_moved(self, q: Tensor, turned: Tensor) -> Tensor:
