@@ -27,7 +27,7 @@ class Tokenizer:
 
     def __init__(self, text: str, settings: Mapping[str, Any], ends: Sequence[int], chat_template: str | Mapping[str, str] | None) -> None:
         try:
-            self._library = _Library.from_str(text)
+            self._library = _read(text)
         except Exception as error:  # the library raises nothing more precise
             raise BadModelFile(f"tokenizer.json cannot be read: {error}; fetch the model again") from error
         self._text = text
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> _Library:
-        library = _Library.from_str(self._text)
+        library = _read(self._text)
         library.encode_special_tokens = True
         return library
 
@@ -195,6 +195,14 @@ class Detokenizer:
             return text
         self._at_start = False
         return text.removeprefix(" ")
+
+
+def _read(text: str) -> _Library:
+    """Without the cutting and padding of texts that whoever trained the model may have left on in the file."""
+    library = _Library.from_str(text)
+    library.no_truncation()
+    library.no_padding()
+    return library
 
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -70,6 +70,18 @@ def test_any_text_comes_back(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text, special=False)) == text
 
 
+def test_the_cutting_and_padding_of_a_trainer_are_left_out(changed):
+    """Whoever saves a tokenizer after training has them in its file; they are no part of a prompt."""
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    plain, trained = changed(), changed(tokenizer_json={"truncation": cut, "padding": fill})
+    for text in ("hi", "a longer text than four tokens"):
+        for special in (True, False):
+            assert trained.encode(text, special=special) == plain.encode(text, special=special)
+        assert trained.encode_template(text) == plain.encode_template(text)
+        assert trained.encode_with_offsets(text) == plain.encode_with_offsets(text)
+
+
 def test_special_tokens_are_read_only_where_asked(byte_level):
     tokenizer = Tokenizer.from_directory(byte_level)
     assert tokenizer.encode("<|im_start|>") == [1]
