@@ -163,9 +163,20 @@ class _Loader:
             embed_norm=self._norm(names.embed_norm) if config.embed_norm else None,
             layers=tuple(self._layer(names.layer.format(index)) for index in range(config.layers)),
             norm=self._norm(names.norm),
-            head=embed if config.tied_head else self._join(["lm_head.weight"]),
+            head=self._tied(embed) if config.tied_head else self._join(["lm_head.weight"]),
             head_bias=self._join(["lm_head.bias"]) if config.head_bias else None,
         )
+
+    def _tied(self, embed: Tensor) -> Tensor:
+        """A tied head may be in the file as well: the same again, or the config is wrong and nobody can say which of them is meant."""
+        if "lm_head.weight" in self.checkpoint.found:
+            head = self.checkpoint.read("lm_head.weight").to(embed)
+            if not torch.equal(head, embed):
+                raise BadModelFile(
+                    "config.json has tie_word_embeddings, but the file's lm_head.weight is not its embeddings; "
+                    "remove one of them: set tie_word_embeddings to false for the head of the file"
+                )
+        return embed
 
     def _layer(self, at: str) -> LayerWeights:
         config, names = self.config, self.names

@@ -94,6 +94,13 @@ def test_the_copy_of_a_tied_head_is_passed_over(originals: dict[str, Path], chan
     assert_equal(load(doubled), load(originals["qwen2"]))
 
 
+def test_a_tied_head_that_is_another_is_refused(change) -> None:
+    """transformers 4 would take the embeddings, 5 the head of the file: answers of one of them are wrong."""
+    other = change("qwen2", lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    with pytest.raises(BadModelFile, match="tie_word_embeddings"):
+        load(other)
+
+
 def test_weights_do_not_depend_on_the_file_once_loaded(originals: dict[str, Path], tmp_path: Path) -> None:
     directory = Path(shutil.copytree(originals["llama"], tmp_path / "copy"))
     weights = load(directory)
