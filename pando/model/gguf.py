@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,10 @@ def _placed(path: Path, infos: list[tuple[str, tuple[int, ...], int, int]], star
     claimed = sum(tensor.size for tensor in tensors.values())
     if claimed > size:  # overlapping tensors could make gigabytes out of a small file
         raise BadModelFile(f"{path}: its tensors claim {claimed} bytes, the file has {size}; the file is corrupt")
+    in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
+    for one, other in pairwise(in_order):
+        if one.offset + one.size > other.offset:
+            raise BadModelFile(f"{path}: the tensors {one.name} and {other.name} share bytes; the file is corrupt")
     return tensors
 
 
@@ -161,6 +166,18 @@ def _encodings() -> dict[int, tuple[int, int]]:
 def convert(path: Path, into: Path, progress: Progress) -> None:
     """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the existing directory `into`, on disk."""
     file = read(path)
+    try:
+        layout = _write_settings(file, into)
+    except (TypeError, ValueError, ArithmeticError) as error:  # a list where one number belongs, a number where a text does
+        raise BadModelFile(f"{path}: its metadata does not fit together ({error}); the file is corrupt") from error
+    _write_weights(file, layout, into / "model.safetensors", progress)
+    for written in [*into.iterdir(), into]:
+        sync(written)
+
+
+def _write_settings(file: GGUFFile, into: Path) -> Layout:
+    """All but the weights."""
+    path = file.path
     factors = file.tensors.get("rope_freqs.weight")
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     layout = layout_of(path, file.metadata, shapes, None if factors is None else _values(path, factors))
@@ -170,9 +187,7 @@ def convert(path: Path, into: Path, progress: Progress) -> None:
     _check_encodings(file)
     (into / "config.json").write_text(json.dumps(layout.config, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(path, file.metadata, into)
-    _write_weights(file, layout, into / "model.safetensors", progress)
-    for written in [*into.iterdir(), into]:
-        sync(written)
+    return layout
 
 
 def _check_encodings(file: GGUFFile) -> None:

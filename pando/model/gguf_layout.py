@@ -99,7 +99,10 @@ def layout_of(path: Path, metadata: Mapping[str, Any], shapes: Mapping[str, tupl
     if rope_factors is not None:
         if "head_dim" not in config:
             raise UnsupportedModel(f"{path}: RoPE factors in a model of architecture {architecture}; Pando knows them in Llama only")
-        config["rope_scaling"] = _llama3_scaling(path, rope_factors, config)
+        told, divided = config.get("rope_scaling"), _llama3_scaling(path, rope_factors, config)
+        if told and divided:
+            raise UnsupportedModel(f"{path}: RoPE factors beside the scaling {told['rope_type']}; Pando runs one of them")
+        config["rope_scaling"] = told or divided
     return Layout(path, config, _names(path, family, shapes, fields.whole("block_count")), family.arrange, family.transposed)
 
 

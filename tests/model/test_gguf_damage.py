@@ -1,0 +1,51 @@
+"""GGUF files that contradict themselves: each is refused as a bad file, and none is answered from."""
+
+import struct
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from pando.errors import BadModelFile, PandoError, UnsupportedModel
+from pando.model.gguf import read
+
+from .test_gguf import converted, llama3_divisors, scaling_of
+
+
+def test_two_tensors_that_share_bytes_are_refused(tmp_path, tiny_gguf):
+    """A wrong offset leads into another tensor; the file as a whole is large enough."""
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    data, tensors = bytearray(path.read_bytes()), read(path).tensors
+    name, other = "blk.0.attn_k.weight", "blk.0.attn_v.weight"
+    start = min(tensor.offset for tensor in tensors.values())
+    at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4 + 16 + 4
+    struct.pack_into("<Q", data, at, tensors[other].offset - start + 32)
+    path.write_bytes(data)
+    with pytest.raises(BadModelFile, match="share bytes"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bos_token_id", "eos_token_id", "eot_token_id", "model", "pre", "merges", "token_type", "add_bos_token"],
+)
+@pytest.mark.parametrize("value", [5, 0.5, "x", [1, 2], ["a", "b"]], ids=str)
+def test_a_vocabulary_of_other_types_is_refused_or_harmless(name, value, tmp_path, tiny_gguf):
+    path = tiny_gguf(tmp_path / "tiny.gguf", {f"tokenizer.ggml.{name}": value})
+    with suppress(PandoError):
+        converted(path, tmp_path / "into")
+
+
+@pytest.mark.parametrize("name", ["expert_count", "rope.scaling.type", "rope.scale_linear"])
+def test_a_list_for_one_number_is_refused(name, tmp_path, tiny_gguf):
+    with pytest.raises(BadModelFile, match="does not fit together"):
+        converted(tiny_gguf(tmp_path / "tiny.gguf", {f"llama.{name}": [1, 2]}), tmp_path / "into")
+
+
+def test_factors_of_one_leave_the_scaling_as_it_is_and_others_are_refused(tmp_path, tiny_gguf):
+    linear = {"llama.rope.freq_base": 500000.0, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    ones = tiny_gguf(tmp_path / "ones.gguf", linear, tensors={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert scaling_of(ones, tmp_path / "a") == {"rope_type": "linear", "factor": 4.0}
+    both = tiny_gguf(tmp_path / "both.gguf", linear, tensors={"rope_freqs.weight": llama3_divisors(8, 500000.0, 8.0)})
+    with pytest.raises(UnsupportedModel, match="RoPE factors beside the scaling linear"):
+        converted(both, tmp_path / "b")
