@@ -32,9 +32,10 @@ class Tokenizer:
             raise BadModelFile(f"tokenizer.json cannot be read: {error}; fetch the model again") from error
         self._text = text
         added: dict[int, Any] = self._library.get_added_tokens_decoder()
-        self._added: dict[int, bytes] = {token: entry.content.encode() for token, entry in added.items()}
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._spelling, self.strips_first_space = _spelling(json.loads(text).get("decoder"))
+        space = _SPACE if self._spelling == "spaces" else " "
+        self._added: dict[int, bytes] = {token: entry.content.replace(space, " ").encode() for token, entry in added.items()}
         self.whole_texts = {skip_special: _WholeTexts(self, skip_special) for skip_special in (False, True)}
         self._names = {name: found for name in _TOKEN_NAMES if (found := _content(settings.get(name))) is not None}
         self._template = chat_template

@@ -6,6 +6,7 @@ from datetime import datetime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from pando.errors import BadModelFile, InvalidPrompt, ModelNotFound, UnsupportedModel
@@ -159,6 +160,15 @@ def test_decoding_agrees_with_the_tokenizers_library(byte_level, data):
     assert tokenizer.decode(tokens, skip_special=False) == library.decode(tokens, skip_special_tokens=False)
 
 
+def test_an_added_token_of_spaces_is_spaces(sentencepiece):
+    """transformers adds what SentencePiece calls a symbol of the user so, and that may be a run of spaces."""
+    library = Library.from_file(str(sentencepiece / "tokenizer.json"))
+    library.add_tokens([AddedToken("▁▁▁", normalized=False)])
+    tokenizer = Tokenizer(library.to_str(), {}, [], None)
+    tokens = [library.token_to_id(token) for token in ("▁", "hello", "▁▁▁", "hello")]
+    assert tokenizer.decode(tokens) == "".join(streamed(tokenizer, tokens)) == library.decode(tokens) == "hello   hello"
+
+
 # Streaming.
 
 
@@ -269,6 +279,9 @@ def test_templates_find_what_transformers_gives_them(changed):
         ("{{ messages.append(1) }}", "unsafe|safely"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ 1 / 0 }}", "division"),
+        ("{{ 'x'.encode('klingon') }}", "unknown encoding: klingon"),
+        ("{{ cycler() }}", "at least one item"),
+        ("{{ 'long'|truncate(1) }}", "expected length"),
     ],
 )
 def test_a_template_that_fails_says_why(template, says, byte_level):
