@@ -229,6 +229,7 @@ def _phi2(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Config:
         "layer_norm_eps": fields.real("attention.layer_norm_epsilon"),
         "rope_theta": fields.real("rope.freq_base", 10000.0),
         "partial_rotary_factor": fields.whole("rope.dimension_count") / (hidden // heads),
+        "rope_scaling": _scaling(fields),
     }
 
 
@@ -251,6 +252,7 @@ def _falcon(fields: _Fields, shapes: Mapping[str, tuple[int, ...]]) -> Config:
         "max_position_embeddings": fields.whole("context_length"),
         "layer_norm_epsilon": fields.real("attention.layer_norm_epsilon"),
         "rope_theta": fields.real("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(fields),
     }
 
 

@@ -2,12 +2,14 @@
 
 import struct
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pando.errors import BadModelFile, PandoError, UnsupportedModel
 from pando.model.gguf import read
+from pando.model.gguf_layout import layout_of
 
 from .test_gguf import converted, llama3_divisors, scaling_of
 
@@ -34,6 +36,19 @@ def test_a_vocabulary_of_other_types_is_refused_or_harmless(name, value, tmp_pat
     path = tiny_gguf(tmp_path / "tiny.gguf", {f"tokenizer.ggml.{name}": value})
     with suppress(PandoError):
         converted(path, tmp_path / "into")
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("phi2", "linear"), ("falcon", "yarn")])
+def test_every_architecture_that_rotates_keeps_its_scaling(architecture, kind):
+    """Passed over, it would be a model that answers wrongly."""
+    said = dict.fromkeys(("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "rope.dimension_count"), 2)
+    said |= {"context_length": 64, "attention.layer_norm_epsilon": 1e-5, "rope.scaling.type": kind, "rope.scaling.factor": 4.0}
+    metadata = {"general.architecture": architecture, **{f"{architecture}.{name}": value for name, value in said.items()}}
+    shapes = dict.fromkeys(("token_embd.weight", "blk.0.attn_qkv.weight", "blk.1.attn_qkv.weight"), (2, 2))
+    if architecture == "phi2":
+        shapes = {name.replace("attn_qkv", "attn_q"): shape for name, shape in shapes.items()}
+    scaling = layout_of(Path("some.gguf"), metadata, shapes, None).config["rope_scaling"]
+    assert (scaling["rope_type"], scaling["factor"]) == (kind, 4.0)
 
 
 @pytest.mark.parametrize("name", ["expert_count", "rope.scaling.type", "rope.scale_linear"])
