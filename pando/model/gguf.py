@@ -20,7 +20,7 @@ from .gguf_layout import Layout, layout_of
 from .gguf_tokenizer import write_tokenizer
 from .shelf import Progress, sync
 
-CONVERTER_VERSION = 1  # part of the cache folder's name: raise it when the same file would be converted differently
+CONVERTER_VERSION = 2  # part of the cache folder's name: raise it when the same file would be converted differently
 
 _HEADER_LIMIT = 64 << 20  # the largest known vocabularies take 16 MiB
 _MAX_NESTING = 4
