@@ -1,6 +1,7 @@
 """What rows hold of the pool: pages that they get, hand to the tree when they are full, and let go."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from ..kv.pages import Pages
 from ..kv.segment import Key, Segment, extend_keys, page_key, shared_length, worth_having
@@ -11,6 +12,45 @@ from .row import Copy, Row
 from .turns import Turns
 
 WORTH_WAITING = 2  # tokens in common from which a row waits for another to compute them: everyone begins with the same one
+
+
+def there(row: Row) -> int:
+    """Tokens whose states others could read now."""
+    return row.computed if row.load is None else row.settled
+
+
+class Ahead:
+    """Rows that compute or load more than their next token. Of a thousand that begin with one system prompt each is compared with the
+    others, so they are found by what a row must have in common with one to wait for it: all but a few have nothing to do with each other.
+    Nothing of them changes as long as it is used, but that rows are added."""
+
+    def __init__(self, rows: Sequence[Sequence[Row]], copied: int) -> None:
+        self._from, self._copied = rows, copied
+        self._rows: list[Row] | None = None  # made when somebody asks
+        self._found: dict[int, dict[tuple[bytes, int], list[Row]]] = {}  # by how many tokens that are, by the first and the last of them
+
+    def like(self, row: Row) -> list[Row]:
+        """Those that a row may have to wait for, and hardly any others."""
+        if self._rows is None:
+            self._rows = []
+            for other in chain(*self._from):
+                self.add(other)
+        most = len(row.tokens) - 1
+        if most < self._copied:
+            return self._rows
+        start, found = row.tokens[: self._copied].tobytes(), list[Row]()
+        for least, some in self._found.items():
+            if least <= most:
+                found += some.get((start, row.tokens[least - 1]), ())
+        return found
+
+    def add(self, row: Row) -> None:
+        if self._rows is None or (row.behind <= 1 and row.load is None):
+            return
+        self._rows.append(row)
+        if (least := max(there(row) + 1, self._copied)) <= len(row.tokens):
+            name = row.tokens[: self._copied].tobytes(), row.tokens[least - 1]
+            self._found.setdefault(least, {}).setdefault(name, []).append(row)
 
 
 class Holding:
@@ -93,20 +133,22 @@ class Holding:
         else:
             row.computed = row.repaired_end
 
-    def is_held(self, row: Row, others: Iterable[Row]) -> bool:
+    def ahead(self, *rows: Sequence[Row]) -> Ahead:
+        return Ahead(rows, self._copied)
+
+    def is_held(self, row: Row, others: Ahead) -> bool:
         """Is another row computing or loading the beginning of this one? Then that is worth waiting for: the same states are not computed
         twice."""
         if not self.reuse or row.scored is not None:
             return False
         worth = max(WORTH_WAITING, min(self._copied, len(row.tokens) - 1))
         start = row.tokens[:worth]
-        busy = [other for other in others if (other.behind > 1 or other.load is not None) and other.tokens[:worth] == start]
+        busy = [other for other in others.like(row) if other.tokens[:worth] == start]
         if not busy:
             return False
         self.extend_keys(row)
         alike = (other for other in busy if other.lineage == row.lineage and other.scored is None)
-        there = ((other, other.computed if other.load is None else other.settled) for other in alike)
-        return any(max(tokens + 1, worth) <= self._had(row, other) for other, tokens in there)
+        return any(max(there(other) + 1, worth) <= self._had(row, other) for other in alike)
 
     def _had(self, row: Row, other: Row) -> int:
         """What they have in common, less what is not worth a copy."""
@@ -232,11 +274,12 @@ class Holding:
 
     def _ahead(self, row: Row, limit: int, running: Iterable[Row]) -> tuple[int, int]:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
-        own, best = row.tokens[row.settled : limit], (0, 0)
+        own, best, size = row.tokens[row.settled : limit], (0, 0), self.pages.page_size
         for other in running if own else ():
-            if other.stem is row.stem and other.lineage == row.lineage and other.computed > other.settled and other.load is None:
+            count = other.computed - other.settled
+            if count > 0 and count >= best[0] and other.stem is row.stem and other.lineage == row.lineage and other.load is None:
                 there = other.tokens[other.settled : other.computed]
-                same = shared_length(own, there)
-                if same >= min(self._copied, len(own), len(there)):
-                    best = max(best, (same, other.pages[other.settled // self.pages.page_size]))
+                same = count if own[:count] == there else shared_length(own, there)
+                if same >= min(self._copied, len(own), count):
+                    best = max(best, (same, other.pages[other.settled // size]))
         return best

@@ -276,7 +276,7 @@ class Scheduler:
 
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped, idle = list[Row](), 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
-        self._stuck_at, self.starved = None, False
+        self._stuck_at, self.starved, ahead = None, False, self._holding.ahead(self.running, self.loading)
         while budget and self.waiting and self._has_place(self.waiting[0]) and idle < self.max_rows:
             row = self.waiting.popleft()
             if self.below is not None and self.below.awaits(row, self._now):
@@ -288,7 +288,7 @@ class Scheduler:
                 self.waiting.extendleft((row, *reversed(makers)))  # it comes again when they are on their way
                 continue
             is_early = makers is not None and self._is_idle and self.makers.are_coming(row)
-            if (makers is not None and not is_early) or self._holding.is_held(row, (*self.running, *self.loading)):
+            if (makers is not None and not is_early) or self._holding.is_held(row, ahead):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
                 idle += not makers
@@ -301,9 +301,9 @@ class Scheduler:
                 self._stuck_at = None if skipped else self._holding.to_be_had  # those before it may need less room
                 self.starved = not (self.running or self.loading)
                 break
+            ahead.add(row)
             if row in self.running:
-                if row.repair and row.imports:
-                    budget = max(1, budget - row.repair_cost)
+                budget = max(1, budget - row.repair_cost) if row.repair and row.imports else budget
                 new = min(row.behind, budget)
                 turns[row] = row, row.computed, new, len(row.tokens)
                 budget -= new
@@ -316,7 +316,7 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        return len(self._seated) >= self.max_rows
+        return len(self.running) + len(self.loading) >= self.max_rows and len(self._seated) >= self.max_rows  # fewer sit than are there
 
     @property
     def _seated(self) -> set[int]:
@@ -324,7 +324,7 @@ class Scheduler:
         return {row.arrival for row in (*self.running, *self.loading)}
 
     def _has_place(self, row: Row) -> bool:
-        return row.brings or len(seated := self._seated) < self.max_rows or row.arrival in seated
+        return row.brings or not self.is_full or row.arrival in self._seated
 
     def make(self, tenant: Key, asked: Sequence[Want]) -> int:
         """Queues what is missing of runs that nobody waits for yet; answers how many there are."""
