@@ -41,11 +41,11 @@ class Pages:
                 taken.append(after)
             self._mark(taken)
         while len(taken) < count:
-            start, stop = self._hole(count - len(taken), expect)
-            run = range(start, min(stop, start + count - len(taken)))
-            taken.extend(run)
-            self._mark(run)
-            self._open[run.stop : min(stop, run.stop + expect)] = False
+            for start, stop in self._holes(count - len(taken), expect):
+                run = range(start, min(stop, start + count - len(taken)))
+                taken.extend(run)
+                self._mark(run)
+                self._open[run.stop : min(stop, run.stop + expect)] = False
         return taken
 
     def give(self, pages: Iterable[int]) -> None:
@@ -66,15 +66,21 @@ class Pages:
             self._free[page] = self._open[page] = False
             self.free -= 1
 
-    def _hole(self, count: int, expect: int) -> tuple[int, int]:
-        """The tightest free run with room to grow; else the largest one nobody claims; else the largest."""
+    def _holes(self, count: int, expect: int) -> list[tuple[int, int]]:
+        """The tightest free run with room to grow; else the largest one nobody claims; else the largest. Where that is not enough, also
+        those that come next and are not enough, either: after a while there may be thousands, and each look is at all of them."""
         starts, stops = _runs(self._framed_open)
         if not len(starts):
             starts, stops = _runs(self._framed_free)
         lengths = stops - starts
         roomy = (lengths >= count + expect).nonzero()[0]
         best = roomy[lengths[roomy].argmin()] if len(roomy) else lengths.argmax()
-        return int(starts[best]), int(stops[best])
+        if lengths[best] >= count:
+            return [(int(starts[best]), int(stops[best]))]
+        order = np.argsort(-lengths, kind="stable")
+        lacking = count - lengths[order].cumsum() + lengths[order]  # before each of them is taken
+        order = order[(lengths[order] < lacking).cumprod().astype(bool)]
+        return list(zip(starts[order].tolist(), stops[order].tolist(), strict=True))
 
 
 def _runs(framed: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
