@@ -57,6 +57,7 @@ class Ledger:
         self._wants: dict[int, tuple[int, bool]] = {}  # of waiting jobs, by their place
         self._complete = -math.inf  # no job up to this place lacks anything, and those behind it are not looked at
         self._heaps: dict[str, list[Turn]] = {}  # never later than the page's order; made when something must leave a tier
+        self._noted: dict[str, dict[Key, Turn]] = {}  # of each page the soonest that is in a heap; the others there count for nothing
         self._counts = dict.fromkeys(capacities, 0)  # pages
         self._spared: set[Key] = set()  # pinned pages whose turn to leave has come
 
@@ -284,34 +285,47 @@ class Ledger:
         heap = self._heaps.get(tier)
         if heap is None:
             return
-        heappush(heap, self._turn(page))
+        turn, noted = self._turn(page), self._noted[tier]
+        known = noted.get(page.key)
+        if known is not None and known <= turn:
+            return  # it is looked at by then: a job that comes and goes would leave one more of each of its pages
+        noted[page.key] = turn
+        heappush(heap, turn)
         if len(heap) > 2 * self._counts[tier] + 64:  # most of it is out of date
-            named = (self._pages.get(key) for key in {turn[-1] for turn in heap})
-            heap[:] = [self._turn(page) for page in named if page is not None and tier in page.tiers]
-            heapify(heap)
+            named = (self._pages.get(key) for key in noted)
+            self._order(tier, [self._turn(page) for page in named if page is not None and tier in page.tiers])
 
     def _heap(self, tier: str) -> list[Turn]:
         if tier not in self._heaps:
-            self._heaps[tier] = [self._turn(page) for page in self.held(tier)]
-            heapify(self._heaps[tier])
+            self._order(tier, [self._turn(page) for page in self.held(tier)])
         return self._heaps[tier]
+
+    def _order(self, tier: str, turns: list[Turn]) -> None:
+        heapify(turns)
+        self._heaps[tier], self._noted[tier] = turns, {turn[-1]: turn for turn in turns}
 
     def _victim(self, tier: str) -> Held | None:
         """What `policy.victim` answers, taken from the heap. Pinned pages come back to it when they are unpinned."""
-        heap, pages, pins = self._heap(tier), self._pages, self._pins
+        heap, pages, pins, noted = self._heap(tier), self._pages, self._pins, self._noted[tier]
         while heap:
             turn = heap[0]
             page = pages.get(key := turn[-1])
+            if noted.get(key) is not turn:
+                heappop(heap)
+                continue
             if page is not None and tier in page.tiers and key not in pins:
                 current = self._turn(page)
                 if turn < current:
+                    noted[key] = current
                     heapreplace(heap, current)
                     continue
                 if turn == current:
+                    del noted[key]
                     heappop(heap)
                     return page
             elif key in pins:
                 self._spared.add(key)
+            del noted[key]
             heappop(heap)
         return None
 
