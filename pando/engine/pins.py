@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,13 +41,14 @@ class Pins:
         self.quota = quota  # pages
         self._tree = tree
         self._pins: dict[str, Pin] = {}
+        self._held: dict[int, int] = {}  # how many pins hold each page: hundreds may hold the same thousands
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
 
     @property
     def pages(self) -> int:
-        return len(self._held(self))
+        return len(self._held)
 
     def ends(self) -> Counter[Stem]:
         """How many pins end in each stem. What only leads to another stem of the same pin is not its end."""
@@ -66,11 +67,12 @@ class Pins:
     ) -> Pin:
         """`tokens`: how many lead to these stems. `keys`: of all whole pages that were said."""
         yielding = self._yielding(tenant, keys, turn) if automatic else []
-        staying = [pin for pin in self if pin not in yielding]
         pages = frozenset().union(*map(_pages, stems))
-        if len(staying) >= MAX_PINS:
+        if len(self._pins) - len(yielding) >= MAX_PINS:
             raise QuotaExceeded(f"{MAX_PINS} contexts are pinned, the most there may be; unpin one first")
-        total = len(self._held(staying) | pages)
+        going = Counter(page for pin in yielding for page in pin.pages)
+        free = {page for page, count in going.items() if self._held[page] == count}
+        total = len(self._held) - len(free) + sum(page not in self._held or page in free for page in pages)
         if total > self.quota:
             raise QuotaExceeded(
                 f"pinning {len(pages)} pages would make {total} of the {self.quota} that pins may hold; "
@@ -82,6 +84,8 @@ class Pins:
             self.drop(pin)
         pin = Pin(f"pin-{secrets.token_hex(8)}", tenant, tokens, pages, until, tuple(stems), keys[-1] if keys else None, automatic, turn)
         self._pins[pin.pin_id] = pin
+        for page in pages:
+            self._held[page] = self._held.get(page, 0) + 1
         return pin
 
     def _yielding(self, tenant: Tenant, keys: Sequence[Key], turn: Turn | None) -> list[Pin]:
@@ -103,6 +107,11 @@ class Pins:
 
     def drop(self, pin: Pin) -> None:
         del self._pins[pin.pin_id]
+        for page in pin.pages:
+            if self._held[page] > 1:
+                self._held[page] -= 1
+            else:
+                del self._held[page]
         for stem in pin.stems:
             self._tree.unpin(stem)
 
@@ -121,10 +130,7 @@ class Pins:
     def reset(self) -> None:
         """The tree has forgotten everything."""
         self._pins.clear()
-
-    @staticmethod
-    def _held(pins: Iterable[Pin]) -> frozenset[int]:
-        return frozenset().union(*(pin.pages for pin in pins))
+        self._held.clear()
 
 
 def _pages(stem: Stem) -> frozenset[int]:
