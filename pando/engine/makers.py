@@ -5,7 +5,7 @@ tree does. Then those who borrowed it find it there, or begin again.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..kv.run import Run
 from ..kv.segment import Key
@@ -108,9 +108,9 @@ class Makers:
 
     def are_coming(self, row: Row) -> bool:
         """Is all that a row lacks on its way into the pool?"""
-        makers = [self._making.get(want.name) for want in _lacking(row)]
-        brought = [maker for maker in makers if maker is not None and maker.brings and maker.load is not None and not maker.behind]
-        return not row.repair and len(brought) == len(makers)
+        makers = () if row.repair else (self._making.get(want.name) for want in _lacking(row))
+        brought = (maker is not None and maker.brings and maker.load is not None and not maker.behind for maker in makers)
+        return not row.repair and all(brought)
 
     def lend(self, row: Row) -> None:
         """A row that is placed reads what it lacks on its way. That counts as found."""
@@ -235,9 +235,12 @@ class Makers:
         return maker
 
 
-def _lacking(row: Row) -> list[Want]:
+def _lacking(row: Row) -> Iterable[Want]:
+    """As it is asked for: often the first is enough."""
+    if len(row.imports) == len(row.wants):
+        return ()
     found = {each.want for each in row.imports}
-    return [want for want in row.wants if want not in found] if len(row.imports) < len(row.wants) else []
+    return (want for want in row.wants if want not in found)
 
 
 def _count_tiers(row: Row, want: Want, found: int, tiers: Mapping[str, int]) -> None:
