@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ LATEST = 30.0  # seconds for which an answer waits for whoever asked: a step may
 REMEMBERED = 2**14  # pages and short ends of which something was heard
 
 T = TypeVar("T")
-Heard = dict[Key, tuple[float, T | Lost]]
+Heard = OrderedDict[Key, tuple[float, T | Lost]]  # of a dict the oldest is looked for behind all that are gone
 Question = tuple[Key, ...]
 
 
@@ -39,9 +40,10 @@ class Scout:
         self._asked: dict[Question, float] = {}  # questions without an answer, and when they were asked
         self._answered = -AWAITED  # when the last answer came
         self.answers = 0
-        self._unread: dict[Question, tuple[float, Sequence[Key], Sequence[Key]]] = {}  # answers: when, and of which pages and short ends
-        self._pages: Heard[bool] = {}
-        self._ends: Heard[Sequence[Card]] = {}
+        # Answers: when, and of which pages and short ends.
+        self._unread: OrderedDict[Question, tuple[float, Sequence[Key], Sequence[Key]]] = OrderedDict()
+        self._pages: Heard[bool] = OrderedDict()
+        self._ends: Heard[Sequence[Card]] = OrderedDict()
 
     # ---- asking ahead, in the engine's thread
 
@@ -170,6 +172,6 @@ def _known(heard: "Heard[T]", key: Key, now: float) -> T | Lost | None:
     return what if now < when + FRESH else None
 
 
-def _trim(heard: dict[Any, Any]) -> None:
+def _trim(heard: OrderedDict[Any, Any]) -> None:
     while len(heard) > REMEMBERED:
-        del heard[next(iter(heard))]
+        heard.popitem(last=False)

@@ -6,6 +6,7 @@ be used while layer 1 is on its way.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -66,13 +67,13 @@ class Tags:
     """What tenants are called, by the roots of what they have: pages are kept under these names, by which they can be purged."""
 
     def __init__(self) -> None:
-        self._tags: dict[Key, bytes] = {}
+        self._tags: OrderedDict[Key, bytes] = OrderedDict()  # of a dict the oldest is looked for behind all that are gone
 
     def name(self, tenant: Key, salt: bytes) -> None:
-        self._tags.pop(tenant, None)
         self._tags[tenant] = tenant_tag(salt)
+        self._tags.move_to_end(tenant)
         while len(self._tags) > NAMED:
-            del self._tags[next(iter(self._tags))]
+            self._tags.popitem(last=False)
 
     def of(self, tenant: Key) -> bytes:
         return self._tags.get(tenant, tenant)
