@@ -278,8 +278,8 @@ class Holding:
         for other in running if own else ():
             count = other.computed - other.settled
             if count > 0 and count >= best[0] and other.stem is row.stem and other.lineage == row.lineage and other.load is None:
-                there = other.tokens[other.settled : other.computed]
-                same = count if own[:count] == there else shared_length(own, there)
+                its = other.tokens[other.settled : other.computed]
+                same = count if own[:count] == its else shared_length(own, its)
                 if same >= min(self._copied, len(own), count):
                     best = max(best, (same, other.pages[other.settled // size]))
         return best
