@@ -108,9 +108,10 @@ class Makers:
 
     def are_coming(self, row: Row) -> bool:
         """Is all that a row lacks on its way into the pool?"""
-        makers = () if row.repair else (self._making.get(want.name) for want in _lacking(row))
-        brought = (maker is not None and maker.brings and maker.load is not None and not maker.behind for maker in makers)
-        return not row.repair and all(brought)
+        makers = (self._making.get(want.name) for want in _lacking(row))
+        return not row.repair and all(
+            maker is not None and maker.brings and maker.load is not None and not maker.behind for maker in makers
+        )
 
     def lend(self, row: Row) -> None:
         """A row that is placed reads what it lacks on its way. That counts as found."""

@@ -18,6 +18,13 @@ log = logging.getLogger(__name__)
 MAX_PINS = 1024
 
 
+class Turn(NamedTuple):
+    """Of a conversation."""
+
+    session: str
+    asked: Key  # the last whole page of its prompt
+
+
 @dataclass(frozen=True)
 class Pin:
     pin_id: str
@@ -28,12 +35,7 @@ class Pin:
     stems: tuple[Stem, ...]
     last: Key | None = None  # of the whole pages of what it is of, before any of that was dropped
     automatic: bool = False  # it came with a request, and gives way to that of the next turn
-    turn: "Turn | None" = None  # where the conversation has a name
-
-
-class Turn(NamedTuple):
-    session: str
-    asked: Key  # the last whole page of its prompt
+    turn: Turn | None = None  # where the conversation has a name
 
 
 class Pins:
