@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 SIZES = (*FEW, *range(288, 385, 32), 448, 512, 640, 704, 768, 896, 1024)  # tokens: from 256 on, products take longer with each of them
 SPARE = 2.0  # room for larger plans than the one that a graph was captured with
-WANTED = (1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, there are so many mixtures
+WANTED = (1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, there are so many mixtures;
+# one where none are, as in the middle of a prompt, so that its end is of the same kind
 ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: what is kept for others cannot be taken back meanwhile
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
@@ -126,7 +127,7 @@ class Graphs:
     def forward(self, batch: Batch, *, layered: bool = False) -> Tensor | None:
         """The logits of a step, if it is of a kind that was met before and is small enough; then `likeliest` is known, too."""
         count, self.likeliest = len(batch.tokens), None
-        if self._broken or not count or count > SIZES[-1] or len(batch.wanted) == 0:
+        if self._broken or not count or count > SIZES[-1]:
             return None
         if batch.reads is not self._reads:
             self._reads, self._kind = batch.reads, self._launches(batch.reads)
