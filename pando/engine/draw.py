@@ -8,8 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Score = tuple[float, list[tuple[int, float, int]]]
+
 BLOCK = 256  # a draw finds its block of the vocabulary first, then its token
 SHORTLIST = 512  # likeliest tokens looked at before a whole row is sorted; real text seldom needs more
+OPEN = 2  # the place of what tells that a score is not settled
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -88,34 +91,35 @@ def _may_be_any(flags: Tensor) -> bool:
     return flags.is_cuda or bool(flags.any())
 
 
-def _exactly_largest(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """As `_largest`, and a tie between the last one taken and the first one left goes to the lower id too."""
-    values, ids = _largest(x, width)
-    if width:
-        tied = (x >= values[:, -1:]).sum(-1) > width
-        if tied.any():
-            ids[tied] = _largest(x[tied], x.shape[1])[1][:, :width]
-    return values, ids
-
-
 def draw_listed(ids: Tensor, sums: Tensor, kept: Tensor, chance: Tensor) -> Tensor:
     last = kept[:, None] - 1
     place = torch.searchsorted(sums, chance[:, None] * sums.gather(1, last), right=True)
     return ids.gather(1, torch.minimum(place, last))[:, 0]
 
 
-def scores(raw: Tensor, tokens: Tensor, wanted: list[int]) -> list[tuple[float, list[tuple[int, float, int]]]]:
-    """The logprob of each row's token, and the token and the `wanted` likeliest with their ranks; a tie ranks the lower id first."""
+def scores(raw: Tensor, tokens: Tensor, wanted: list[int]) -> list[Score]:
+    """Of each row's token, and of so many of the likeliest in its place."""
+    width = min(max(wanted), raw.shape[1])
+    found = scored(raw, tokens, width)
+    if (is_open := found[:, OPEN] > 0).any():
+        found[is_open] = scored(raw[is_open], tokens[is_open], width, exact=True)
+    return list(map(listed, found.tolist(), tokens.tolist(), wanted))
+
+
+def scored(raw: Tensor, tokens: Tensor, width: int, *, exact: bool = False) -> Tensor:
+    """What `listed` makes a score of, without waiting for it; fp64. Where its third number is not 0, it is open which of several equals are
+    among the `width` likeliest: `exact` takes those of the lower ids, and takes longer."""
     at = tokens.clamp(min=0)[:, None]
     own = raw.gather(1, at)
     ahead = (raw > own) | ((raw == own) & (torch.arange(raw.shape[1], device=raw.device) < at))
-    ranks = (1 + ahead.sum(-1)).tolist()
-    values, ids = _exactly_largest(raw, min(max(wanted), raw.shape[1]))
-    answers = []
-    for token, logprob, rank, count, others, theirs in zip(
-        at[:, 0].tolist(), own[:, 0].tolist(), ranks, wanted, ids.tolist(), values.tolist(), strict=True
-    ):
-        top = [(token, logprob, rank)]
-        top += [(i, v, r) for r, (i, v) in enumerate(zip(others[:count], theirs, strict=False), start=1) if i != token]
-        answers.append((logprob, top))
-    return answers
+    values, ids = (each[:, :width] for each in _largest(raw, raw.shape[1] if exact else width))
+    is_open = (raw >= values[:, -1:]).sum(-1, keepdim=True) > width if width and not exact else torch.zeros_like(at)
+    return torch.cat([numbers.double() for numbers in (own, 1 + ahead.sum(-1, keepdim=True), is_open, values, ids)], dim=1)
+
+
+def listed(numbers: list[float], token: int, count: int) -> Score:
+    """The logprob of a token; then it and the `count` likeliest with their logprobs and ranks, where a tie ranks the lower id first."""
+    logprob, rank, _, *others = numbers
+    values, ids = others[: len(others) // 2], map(int, others[len(others) // 2 :])
+    likeliest = list(zip(ids, values, range(1, count + 1), strict=False))
+    return logprob, [(token, logprob, int(rank)), *(other for other in likeliest if other[0] != token)]

@@ -235,7 +235,7 @@ class Engine:
         likeliest = self.graphs.likeliest if self.graphs is not None else None
         if schedule.scored:
             logits, likeliest = take_scores(schedule, logits), None
-        return self.sampler.choose(logits, schedule.ready, set(self._unread.rows) if self._unread is not None else (), likeliest)
+        return self.sampler.choose(logits, schedule.ready, self._unread, likeliest)
 
     @property
     def _unread(self) -> Unread | None:

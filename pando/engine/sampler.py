@@ -5,7 +5,7 @@ the batch changes, not at every step; rows that need nothing special cost one ma
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..errors import InvalidSampling
 from .across import Returning, sent
-from .draw import SHORTLIST, draw_listed, draw_whole, scores, shortlist, uniforms
+from .batch import Unread
+from .draw import OPEN, SHORTLIST, draw_listed, draw_whole, listed, scored, shortlist, uniforms
 from .request import Constraint, SamplingParams
 
 NO_TOKEN = -1
@@ -80,6 +81,26 @@ class _Open(NamedTuple):
         return dict(zip(self.places[open_ones].tolist(), draw_listed(ids, sums, kept, self.chance[open_ones]).tolist(), strict=True))
 
 
+class _Scored(NamedTuple):
+    """Logprobs on their way here, and what is needed where they are not those of the right token, or not settled."""
+
+    raw: Tensor  # [n, V]
+    places: Sequence[int]  # of them among the rows
+    wanted: Sequence[int]  # others beside each
+    found: Returning  # [n, 3 + twice the most of them]
+
+    def read(self, tokens: Sequence[int], others: Collection[int]) -> Iterator[tuple[int, Chosen]]:
+        """By places, for the tokens that were chosen; `others`: the places of those that are not what was scored."""
+        for row, (place, count, numbers) in enumerate(zip(self.places, self.wanted, self.found.read().tolist(), strict=True)):
+            token = tokens[place]
+            if token == NO_TOKEN:
+                continue
+            if place in others or numbers[OPEN]:
+                raw = self.raw[row : row + 1]
+                (numbers,) = scored(raw, torch.tensor([token], device=raw.device), len(numbers[OPEN + 1 :]) // 2, exact=True).tolist()
+            yield place, Chosen(token, *listed(numbers, token, count))
+
+
 class Choices(NamedTuple):
     """The tokens of a step, which a GPU may still be computing."""
 
@@ -87,7 +108,7 @@ class Choices(NamedTuple):
     told: Returning  # the same on their way here
     free: bool = True  # can the next ones be chosen before anyone here knows these?
     open: _Open | None = None
-    scored: Sequence[tuple[int, float, list[tuple[int, float, int]]]] = ()  # place, logprob and top, where they were wanted
+    scored: _Scored | None = None
 
     def read(self) -> tuple[list[Chosen], bool]:
         """And whether they are what the next step takes: hardly ever is one of them another."""
@@ -95,9 +116,8 @@ class Choices(NamedTuple):
         for place, token in others.items():
             tokens[place] = NO_TOKEN if tokens[place] == NO_TOKEN else token
         chosen = list(map(Chosen, tokens))
-        for place, logprob, top in self.scored:
-            if chosen[place].token != NO_TOKEN:
-                chosen[place] = Chosen(chosen[place].token, logprob, top)
+        for place, one in self.scored.read(tokens, others) if self.scored is not None else ():
+            chosen[place] = one
         return chosen, not others
 
 
@@ -174,7 +194,7 @@ class Sampler:
         """One token per row from logits, [N, V], which may be overwritten."""
         return self.choose(logits, rows).read()[0]
 
-    def choose(self, logits: Tensor, rows: Sequence[Choice], unread: Collection[Choice] = (), known: Likeliest | None = None) -> Choices:
+    def choose(self, logits: Tensor, rows: Sequence[Choice], unread: Unread | None = None, known: Likeliest | None = None) -> Choices:
         """The same without waiting for it. `unread`: rows whose last token nobody here knows yet; those before it were chosen freely.
         `known`: what is likeliest by the logits alone, if somebody has looked."""
         if not rows:
@@ -188,20 +208,14 @@ class Sampler:
         raw = _take(logits, groups.scored_at).log_softmax(-1) if groups.scored else None
         if groups.biased:
             logits.index_put_((groups.biased_at, groups.bias_ids), groups.biases, accumulate=True)
-        holds = _hold(logits, groups, unread)
-        self._penalise(logits, groups)
+        ahead = {id(row): place for place, row in enumerate(unread.rows)} if unread is not None else {}
+        _hold(logits, groups, ahead)
+        self._penalise(logits, groups, ahead, unread.tokens if unread is not None else None)
         self._constrain(logits, groups)
         best, tokens = logits.max(dim=-1)
-        left = self._draw(logits, best, tokens, groups.random, groups.members, unread) if groups.random is not None else None
-        told = _told(best, tokens)
-        if raw is not None:
-            return self._scored(Choices(tokens, Returning(told), False, left), raw, groups)
-        return Choices(tokens, Returning(told), not (holds or groups.penalised or groups.constrained), left)
-
-    def _scored(self, choices: Choices, raw: Tensor, groups: _Groups) -> Choices:
-        tokens = self._places([chosen.token for chosen in choices.read()[0]])
-        found = scores(raw, tokens[groups.scored_at], [groups.members[i].params.logprobs or 0 for i in groups.scored])
-        return choices._replace(scored=[(i, logprob, top) for i, (logprob, top) in zip(groups.scored, found, strict=True)])
+        left = self._draw(logits, best, tokens, groups.random, groups.members, ahead) if groups.random is not None else None
+        told, scores = _told(best, tokens), _score(raw, tokens[groups.scored_at], groups) if raw is not None else None
+        return Choices(tokens, Returning(told), not groups.constrained, left, scores)
 
     def forget(self, row: Choice) -> None:
         """Drops what is kept of a row that has ended; a row never seen is no error."""
@@ -280,7 +294,8 @@ class Sampler:
         self._in_prompt[slot, self._places(list(prompt))] = True
         return slot
 
-    def _penalise(self, logits: Tensor, groups: _Groups) -> None:
+    def _penalise(self, logits: Tensor, groups: _Groups, ahead: Mapping[int, int], unread: Tensor | None) -> None:
+        """Tokens that nobody here knows yet count, too, but are not noted: another may be taken in their place."""
         if not groups.penalised:
             return
         slots: list[int] = []
@@ -294,11 +309,16 @@ class Sampler:
             at += [memory.slot] * len(new)
             ids += new
         self._counts.index_put_((self._places(at), self._places(ids)), torch.ones(len(at), device=self.device), accumulate=True)
-        counts = self._counts[self._places(slots)]  # [n, V]
+        mine = self._places(slots)
+        counts = self._counts[mine]  # [n, V]
+        if unread is not None:
+            fed = [(j, ahead[name]) for j, i in enumerate(groups.penalised) if (name := id(groups.members[i])) in ahead]
+            places, sources = self._places([j for j, _ in fed]), self._places([source for _, source in fed])
+            counts.index_put_((places, unread[sources]), torch.ones(len(fed), device=self.device), accumulate=True)
         said = counts > 0
         repetition, presence, frequency = groups.penalties
         x = _take(logits, groups.penalised_at)
-        x = torch.where(said | self._in_prompt[self._places(slots)], torch.where(x > 0, x / repetition, x * repetition), x)
+        x = torch.where(said | self._in_prompt[mine], torch.where(x > 0, x / repetition, x * repetition), x)
         logits[groups.penalised_at] = x - frequency * counts - presence * said
 
     def _constrain(self, logits: Tensor, groups: _Groups) -> None:
@@ -309,10 +329,10 @@ class Sampler:
             logits[i].masked_fill_(torch.from_numpy(bits == 0).to(self.device), -math.inf)
 
     def _draw(
-        self, logits: Tensor, best: Tensor, tokens: Tensor, random: _Random, members: tuple[Choice, ...], unread: Collection[Choice]
+        self, logits: Tensor, best: Tensor, tokens: Tensor, random: _Random, members: tuple[Choice, ...], ahead: Collection[int]
     ) -> _Open | None:
         """Puts what is drawn among the tokens."""
-        positions = np.array([_said(members[i], unread) for i in random.members])
+        positions = np.array([_said(members[i], ahead) for i in random.members])
         chance = sent(uniforms(random.seeds, positions), self.device)
         x = _take(logits, random.rows)
         x = x.sub_(best[random.rows, None]).div_(random.temperature[:, None])  # the largest is 0
@@ -340,16 +360,20 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return x if len(rows) == len(x) else x[rows]
 
 
-def _said(row: Choice, unread: Collection[Choice]) -> int:
+def _score(raw: Tensor, tokens: Tensor, groups: _Groups) -> _Scored:
+    wanted = [groups.members[i].params.logprobs or 0 for i in groups.scored]
+    return _Scored(raw, groups.scored, wanted, Returning(scored(raw, tokens, min(max(wanted), raw.shape[1]))))
+
+
+def _said(row: Choice, ahead: Collection[int]) -> int:
     """How many tokens its answer has."""
-    return len(row.output) + (row in unread)
+    return len(row.output) + (id(row) in ahead)
 
 
-def _hold(logits: Tensor, groups: _Groups, unread: Collection[Choice]) -> bool:
-    """Rules out the ends of an answer that is still shorter than its min_tokens; says whether there is one."""
-    short = [i for i in groups.held if _said(groups.members[i], unread) < groups.members[i].params.min_tokens]
+def _hold(logits: Tensor, groups: _Groups, ahead: Collection[int]) -> None:
+    """Rules out the ends of an answer that is still shorter than its min_tokens."""
+    short = [i for i in groups.held if _said(groups.members[i], ahead) < groups.members[i].params.min_tokens]
     pairs = [(i, token) for i in short for token in groups.members[i].blocked]
     if pairs:
         at, ids = torch.tensor(pairs, device=logits.device).T
         logits[at, ids] = -math.inf
-    return bool(short)

@@ -102,6 +102,17 @@ def test_only_on_a_gpu_steps_overlap_without_being_asked_to(model: Model, monkey
     assert log == (["ask", "read"] * 6 if model.device == CPU else ["ask", *["ask", "read"] * 5, "read"])
 
 
+def test_what_has_to_be_known_for_the_next_choice_is_read_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = model.tokenizer.encode("sesame")
+    params = SamplingParams(max_tokens=6, top_p=0.9, seed=3, logprobs=1, repetition_penalty=1.3)
+    requests = [Request("r", prompt(1), params, constraint=lambda: Only(text))]
+    expected = run(tiny_engine(model), requests)
+    engine = tiny_engine(model, overlap=True)
+    log = watch(engine, monkeypatch)
+    assert told(run(engine, requests)) == told(expected)
+    assert log.count("ask") == 6 and ("ask", "ask") not in pairwise(log)
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -110,17 +121,45 @@ def test_only_on_a_gpu_steps_overlap_without_being_asked_to(model: Model, monkey
         greedy(6, frequency_penalty=0.5),
         greedy(6, min_tokens=6),
         SamplingParams(max_tokens=6, top_p=0.9, seed=3, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True, logprobs=0, presence_penalty=2.0, min_tokens=3),
     ],
 )
-def test_what_has_to_be_known_for_the_next_choice_is_read_first(
+def test_what_is_wanted_of_a_token_that_nobody_knows_yet_keeps_no_step_waiting(
     model: Model, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
 ) -> None:
-    requests = [Request("r", prompt(1), params)]
-    expected = run(tiny_engine(model), requests)
+    requests = [Request("r", prompt(1), params), Request("other", prompt(2), greedy(6))]
+    expected = run(tiny_engine(model, overlap=False), requests)
     engine = tiny_engine(model, overlap=True)
     log = watch(engine, monkeypatch)
     assert told(run(engine, requests)) == told(expected)
-    assert log.count("ask") == 6 and ("ask", "ask") not in pairwise(log)
+    assert log[:2] == ["ask", "ask"] and log.count("ask") == 6 and sum(pair == ("ask", "ask") for pair in pairwise(log)) == 1, (
+        "one ahead, from the first to the last"
+    )
+
+
+@pytest.mark.parametrize("list_of", [16, 512])
+def test_penalties_and_logprobs_are_those_of_the_tokens_that_were_told(model: Model, monkeypatch: pytest.MonkeyPatch, list_of: int) -> None:
+    """Also where the next step was fed another token, and is computed again."""
+    params = [
+        SamplingParams(max_tokens=20, seed=row, top_p=0.8, top_k=row % 3 * 10, temperature=0.7 + row / 4, logprobs=row, ignore_eos=True,
+                       repetition_penalty=1.2, frequency_penalty=row / 2, presence_penalty=0.5, n=2)
+        for row in range(4)
+    ]  # fmt: skip
+    requests = [Request(str(row), prompt(row), each) for row, each in enumerate(params)]
+    expected = run(tiny_engine(model, overlap=False), requests)
+    monkeypatch.setattr(sampler, "SHORTLIST", list_of)
+    for options in ({}, {"kv_cache_tokens": 120}):
+        found = run(tiny_engine(model, overlap=True, **options), requests)
+        for name, events in expected.items():
+            assert [event.token for event in found[name]] == [event.token for event in events]
+            for one, other in zip(found[name], events, strict=True):
+                assert one.logprobs is not None and other.logprobs is not None and one.token in one.logprobs
+                assert [(token, each.rank) for token, each in one.logprobs.items()] == [
+                    (t, each.rank) for t, each in other.logprobs.items()
+                ]
+                assert [each.logprob for each in one.logprobs.values()] == pytest.approx(
+                    [each.logprob for each in other.logprobs.values()], abs=1e-4
+                )
 
 
 def test_a_request_that_comes_joins_the_next_step_that_is_asked_for(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
