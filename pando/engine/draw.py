@@ -12,7 +12,6 @@ Score = tuple[float, list[tuple[int, float, int]]]
 
 BLOCK = 256  # a draw finds its block of the vocabulary first, then its token
 SHORTLIST = 512  # likeliest tokens looked at before a whole row is sorted; real text seldom needs more
-OPEN = 2  # the place of what tells that a score is not settled
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -99,27 +98,26 @@ def draw_listed(ids: Tensor, sums: Tensor, kept: Tensor, chance: Tensor) -> Tens
 
 def scores(raw: Tensor, tokens: Tensor, wanted: list[int]) -> list[Score]:
     """Of each row's token, and of so many of the likeliest in its place."""
-    width = min(max(wanted), raw.shape[1])
-    found = scored(raw, tokens, width)
-    if (is_open := found[:, OPEN] > 0).any():
-        found[is_open] = scored(raw[is_open], tokens[is_open], width, exact=True)
+    found = scored(raw, tokens, min(max(wanted), raw.shape[1]))
     return list(map(listed, found.tolist(), tokens.tolist(), wanted))
 
 
-def scored(raw: Tensor, tokens: Tensor, width: int, *, exact: bool = False) -> Tensor:
-    """What `listed` makes a score of, without waiting for it; fp64. Where its third number is not 0, it is open which of several equals are
-    among the `width` likeliest: `exact` takes those of the lower ids, and takes longer."""
+def scored(raw: Tensor, tokens: Tensor, width: int) -> Tensor:
+    """What `listed` makes a score of, without waiting for it: [n, 2 + 2 width], fp64."""
+    bits = (raw + 0.0).view(torch.int32)  # never -0
+    order = (
+        bits ^ (bits >> 31 & 0x7FFFFFFF)
+    ).long() << 32  # as whole numbers they are in the same order; below, a tie goes to the lower id
+    order += 0xFFFFFFFF - torch.arange(raw.shape[1], device=raw.device)
     at = tokens.clamp(min=0)[:, None]
-    own = raw.gather(1, at)
-    ahead = (raw > own) | ((raw == own) & (torch.arange(raw.shape[1], device=raw.device) < at))
-    values, ids = (each[:, :width] for each in _largest(raw, raw.shape[1] if exact else width))
-    is_open = (raw >= values[:, -1:]).sum(-1, keepdim=True) > width if width and not exact else torch.zeros_like(at)
-    return torch.cat([numbers.double() for numbers in (own, 1 + ahead.sum(-1, keepdim=True), is_open, values, ids)], dim=1)
+    ids = 0xFFFFFFFF - (order.topk(width).values & 0xFFFFFFFF)
+    rank = (order >= order.gather(1, at)).sum(-1, keepdim=True)
+    return torch.cat([numbers.double() for numbers in (raw.gather(1, at), rank, raw.gather(1, ids), ids)], dim=1)
 
 
 def listed(numbers: list[float], token: int, count: int) -> Score:
     """The logprob of a token; then it and the `count` likeliest with their logprobs and ranks, where a tie ranks the lower id first."""
-    logprob, rank, _, *others = numbers
+    logprob, rank, *others = numbers
     values, ids = others[: len(others) // 2], map(int, others[len(others) // 2 :])
     likeliest = list(zip(ids, values, range(1, count + 1), strict=False))
     return logprob, [(token, logprob, int(rank)), *(other for other in likeliest if other[0] != token)]

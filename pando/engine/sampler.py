@@ -5,7 +5,7 @@ the batch changes, not at every step; rows that need nothing special cost one ma
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InvalidSampling
 from .across import Returning, sent
 from .batch import Unread
-from .draw import OPEN, SHORTLIST, draw_listed, draw_whole, listed, scored, shortlist, uniforms
+from .draw import SHORTLIST, Score, draw_listed, draw_whole, listed, scored, scores, shortlist, uniforms
 from .request import Constraint, SamplingParams
 
 NO_TOKEN = -1
@@ -82,23 +82,19 @@ class _Open(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """Logprobs on their way here, and what is needed where they are not those of the right token, or not settled."""
+    """Logprobs on their way here."""
 
     raw: Tensor  # [n, V]
     places: Sequence[int]  # of them among the rows
-    wanted: Sequence[int]  # others beside each
-    found: Returning  # [n, 3 + twice the most of them]
+    wanted: list[int]  # others beside each
+    found: Returning
 
-    def read(self, tokens: Sequence[int], others: Collection[int]) -> Iterator[tuple[int, Chosen]]:
-        """By places, for the tokens that were chosen; `others`: the places of those that are not what was scored."""
-        for row, (place, count, numbers) in enumerate(zip(self.places, self.wanted, self.found.read().tolist(), strict=True)):
-            token = tokens[place]
-            if token == NO_TOKEN:
-                continue
-            if place in others or numbers[OPEN]:
-                raw = self.raw[row : row + 1]
-                (numbers,) = scored(raw, torch.tensor([token], device=raw.device), len(numbers[OPEN + 1 :]) // 2, exact=True).tolist()
-            yield place, Chosen(token, *listed(numbers, token, count))
+    def read(self, tokens: Sequence[int], others: Set[int]) -> list[Score]:
+        """`others`: the places of tokens that are not those which were scored."""
+        mine = [tokens[place] for place in self.places]
+        if others.isdisjoint(self.places):
+            return list(map(listed, self.found.read().tolist(), mine, self.wanted))
+        return scores(self.raw, torch.tensor(mine, device=self.raw.device), self.wanted)
 
 
 class Choices(NamedTuple):
@@ -116,8 +112,10 @@ class Choices(NamedTuple):
         for place, token in others.items():
             tokens[place] = NO_TOKEN if tokens[place] == NO_TOKEN else token
         chosen = list(map(Chosen, tokens))
-        for place, one in self.scored.read(tokens, others) if self.scored is not None else ():
-            chosen[place] = one
+        if self.scored is not None:
+            for place, (logprob, top) in zip(self.scored.places, self.scored.read(tokens, others.keys()), strict=True):
+                if tokens[place] != NO_TOKEN:
+                    chosen[place] = Chosen(tokens[place], logprob, top)
         return chosen, not others
 
 
@@ -214,8 +212,8 @@ class Sampler:
         self._constrain(logits, groups)
         best, tokens = logits.max(dim=-1)
         left = self._draw(logits, best, tokens, groups.random, groups.members, ahead) if groups.random is not None else None
-        told, scores = _told(best, tokens), _score(raw, tokens[groups.scored_at], groups) if raw is not None else None
-        return Choices(tokens, Returning(told), not groups.constrained, left, scores)
+        told, logprobs = _told(best, tokens), _score(raw, tokens[groups.scored_at], groups) if raw is not None else None
+        return Choices(tokens, Returning(told), not groups.constrained, left, logprobs)
 
     def forget(self, row: Choice) -> None:
         """Drops what is kept of a row that has ended; a row never seen is no error."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from .draw import scores
 from .row import Row, Schedule
 
-TOGETHER = 256  # tokens of a prompt that are looked at together: each has a number for every token of the vocabulary
+TOGETHER = 128  # tokens of a prompt that are looked at together: each has a number for every token of the vocabulary
 
 
 def take_scores(schedule: Schedule, logits: Tensor) -> Tensor:
