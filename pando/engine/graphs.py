@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 SIZES = (*FEW, *range(288, 385, 32), 448, 512, 640, 704, 768, 896, 1024)  # tokens: from 256 on, products take longer with each of them
 SPARE = 2.0  # room for larger plans than the one that a graph was captured with
-WANTED = (1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, there are so many mixtures;
-# one where none are, as in the middle of a prompt, so that its end is of the same kind
+WANTED = (0, 1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, there are so many mixtures
 ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: what is kept for others cannot be taken back meanwhile
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
@@ -55,22 +54,27 @@ class Kind(NamedTuple):
     """Steps that the same graph can do, if its buffers are large enough."""
 
     tokens: int
-    wanted: int  # of whom the logits are; 0: all
+    wanted: int | None  # of whom the logits are; None: all
     launches: Hashable
     layered: bool  # what it reads may come layer by layer
+
+    @property
+    def told(self) -> int:
+        """Rows of logits."""
+        return self.tokens if self.wanted is None else self.wanted
 
 
 class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
     def __init__(self, kind: Kind, logits: Tensor) -> None:
-        most = max(kind.tokens, kind.wanted, 2)  # 2: so that each of them is aligned, as kernels are made
+        most = max(kind.tokens, kind.wanted or 0, 2)  # 2: so that each of them is aligned, as kernels are made
         numbers = torch.zeros(5, most, dtype=torch.int64, device=logits.device)
         self._staged = Staged(numbers)
         tokens, positions, slots, wanted, sources = numbers
         self.tokens, self.positions, self.slots = tokens[: kind.tokens], positions[: kind.tokens], slots[: kind.tokens]
-        self.wanted, self.sources = wanted[: kind.wanted] if kind.wanted else None, sources[: kind.tokens]
-        self.logits = logits[: kind.wanted or kind.tokens]
+        self.wanted, self.sources = None if kind.wanted is None else wanted[: kind.wanted], sources[: kind.tokens]
+        self.logits = logits[: kind.told]
         self.lowering: Replaceable | None = None
         self.reads: Reads | None = None
         self.repeat: Repeat | None = None
@@ -132,7 +136,7 @@ class Graphs:
         if batch.reads is not self._reads:
             self._reads, self._kind = batch.reads, self._launches(batch.reads)
         decodes = len(batch.wanted) == count
-        kind = Kind(_rounded(count, SIZES), 0 if decodes else _rounded(len(batch.wanted), WANTED), self._kind, layered)
+        kind = Kind(_rounded(count, SIZES), None if decodes else _rounded(len(batch.wanted), WANTED), self._kind, layered)
         self._met[kind] += 1
         if self._met[kind] < (SEEN if decodes else SEEN_WITH_PROMPTS):
             return None
@@ -154,9 +158,8 @@ class Graphs:
             entry.fill(batch, self._pool.scratch)
             self.replays += 1
             return entry.repeat()
-        wanted = kind.wanted or kind.tokens
-        if len(self._logits) < wanted:  # graphs that were captured before keep theirs: twice the room that the largest wants
-            self._logits = self._logits.new_empty(power_of_two(wanted), self._logits.shape[1])
+        if len(self._logits) < kind.told:  # graphs that were captured before keep theirs: twice the room that the largest wants
+            self._logits = self._logits.new_empty(power_of_two(kind.told), self._logits.shape[1])
         entry = _Captured(kind, self._logits)
         entry.fill(batch, self._pool.scratch)
         entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE)

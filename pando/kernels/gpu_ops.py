@@ -76,7 +76,8 @@ def likeliest(logits: Tensor, nothing: int) -> tuple[Tensor, Tensor]:
     """Of each row of logits [N, V] the token with the largest, and what is told of it: the same, or `nothing` where none can be chosen."""
     logits = logits.contiguous()
     tokens, told = torch.empty(2, len(logits), dtype=torch.int64, device=logits.device)
-    kernels.likeliest[(len(logits),)](logits, tokens, told, logits.shape[1], LOGITS, nothing, num_warps=16)
+    if len(logits):
+        kernels.likeliest[(len(logits),)](logits, tokens, told, logits.shape[1], LOGITS, nothing, num_warps=16)
     return tokens, told
 
 

@@ -79,6 +79,9 @@ class Decoder:
         more = self._through(range(last), x, turn, step, pool)
         layer = self.layers[last]
         normed = layer.attn_norm(x, more)
+        if step.wanted is not None and not len(step.wanted):  # the middle of a prompt
+            layer.take_apart(normed, turn, step.slots, *pool.layer(last))
+            return x.new_empty(0, self.config.vocab_size, dtype=torch.float32 if step.logits is None else x.dtype)
         attended = layer.attention(normed, turn, step, *pool.layer(last))
         if step.wanted is not None:  # nobody reads the other tokens any more: their K and V are written
             x, normed, attended = (each.index_select(0, step.wanted) for each in (x, normed, attended))
