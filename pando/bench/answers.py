@@ -13,7 +13,7 @@ from ..errors import InvalidOption
 from ..markup.binding import Bound
 from ..model.load import Model
 from .judge import Distance, Judge
-from .measure import Result
+from .measure import Result, at_most
 from .quality import ENCODES, REPAIRS, Way
 
 FILE = "xquad_en.json"
@@ -90,6 +90,4 @@ def _result(case: str, way: Way, found: Distance, each: int) -> Result:
     name = f"{case}{way.encode}, repair {way.repair:g}"
     note = f"same top token {found.agreement:.1%}, perplexity {found.perplexity:.3f}, {found.repaired} of {found.foreign} tokens repaired"
     most = 1e-4 if way.repair == 1 else MOST if way.repair == SHARE and each > 1 else None
-    if most is None:
-        return Result(name, found.kl, "nats", note=note)
-    return Result(name, found.kl, "nats", target=f"<= {most:g}", met=found.kl <= most, note=note)
+    return at_most(name, found.kl, "nats", most, note)

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -12,8 +12,8 @@ import httpx
 
 from ..config import Parser
 from ..errors import InvalidOption
-from . import plot
 from .client import Endpoint, Target
+from .options import SUFFIXES, number, picture, whole
 from .traffic import MAX_REQUESTS, Kind, Source, Workload, read_lengths, source
 
 REQUESTS = 32
@@ -43,11 +43,8 @@ def check(given: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         expected = requests if requests is not None else rate * given.duration
         if expected > MAX_REQUESTS:
             raise InvalidOption(f"{expected:g} requests at a rate of {rate:g}, and {MAX_REQUESTS} are the most; give --requests")
-    for file in (given.json, given.plot):
-        if file and not file.absolute().parent.is_dir():
-            raise InvalidOption(f"{file}: there is no folder {file.absolute().parent}; make it, or write elsewhere")
-    if given.plot:
-        plot.check(given.plot)
+    if given.json and not given.json.absolute().parent.is_dir():
+        raise InvalidOption(f"{given.json}: there is no folder {given.json.absolute().parent}; make it, or write elsewhere")
     return Options(
         target=_target(given, environ),
         workload=_workload(given, requests),
@@ -110,35 +107,8 @@ def _address(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to 999999999")
-        return int(text)
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    return _number(text, zero=False)
-
-
-def _pause(text: str) -> float:
-    return _number(text, zero=True)
-
-
-def _number(text: str, zero: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf or (zero and value == 0)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number {'from' if zero else 'above'} 0")
-    return value
-
-
 def _rate(text: str) -> float:
-    return math.inf if text.strip() == "inf" else _positive(text)
+    return math.inf if text.strip() == "inf" else number()(text)
 
 
 def _rates(text: str) -> list[float]:
@@ -162,35 +132,37 @@ def _add_server(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--endpoint", choices=get_args(Endpoint), default="chat", help="the route of requests (%(default)s)")
     ignore = "answers of exactly the length asked for, where the server takes ignore_eos (yes)"
     to.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=ignore)
-    to.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds until a request has failed (600)")
+    to.add_argument("--timeout", type=number(), default=600.0, metavar="S", help="seconds until a request has failed (600)")
 
 
 def _add_arrivals(to: argparse._ArgumentGroup) -> None:
     rates = to.add_mutually_exclusive_group()
     rates.add_argument("--rate", type=_rate, default=1.0, metavar="R", help="requests per second, Poisson; inf: all at once (1)")
     rates.add_argument("--rates", type=_rates, metavar="R,R,...", help="several rates, one after the other, such as 1,2,4,inf")
-    to.add_argument("--requests", type=_whole(1), metavar="N", help=f"requests of each rate ({REQUESTS} without --duration)")
-    to.add_argument("--duration", type=_positive, metavar="S", help="seconds in which requests arrive; conversations that began go on")
-    to.add_argument("--concurrency", type=_whole(1), metavar="N", help="requests in flight at most; what it delays is counted (no limit)")
-    to.add_argument("--warmup", type=_whole(0), default=0, metavar="N", help="requests before, with texts of their own, not counted (0)")
-    to.add_argument("--seed", type=_whole(0), default=0, metavar="N", help="of arrivals and texts; another gives others (0)")
+    to.add_argument("--requests", type=whole(1), metavar="N", help=f"requests of each rate ({REQUESTS} without --duration)")
+    to.add_argument("--duration", type=number(), metavar="S", help="seconds in which requests arrive; conversations that began go on")
+    to.add_argument("--concurrency", type=whole(1), metavar="N", help="requests in flight at most; what it delays is counted (no limit)")
+    to.add_argument("--warmup", type=whole(0), default=0, metavar="N", help="requests before, with texts of their own, not counted (0)")
+    to.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of arrivals and texts; another gives others (0)")
 
 
 def _add_workload(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--workload", choices=get_args(Kind), default="shared-prefix", help="(%(default)s)")
     prefix = f"shared, as the system prompt ({PREFIX_TOKENS} with shared-prefix, 0 with others)"
-    to.add_argument("--prefix-tokens", type=_whole(0), metavar="N", help=prefix)
-    to.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different shared prefixes (1)")
-    to.add_argument("--prompt-tokens", type=_whole(1), default=64, metavar="N", help="of each request's, or turn's, own (64)")
-    to.add_argument("--output-tokens", type=_whole(1), default=64, metavar="N", help="of each answer (64)")
-    to.add_argument("--turns", type=_whole(1), metavar="N", help=f"of a conversation, with multi-turn ({TURNS})")
-    to.add_argument("--think", type=_pause, default=1.0, metavar="S", help="mean seconds between an answer and the next turn (1)")
+    to.add_argument("--prefix-tokens", type=whole(0), metavar="N", help=prefix)
+    to.add_argument("--groups", type=whole(1), default=1, metavar="N", help="different shared prefixes (1)")
+    to.add_argument("--prompt-tokens", type=whole(1), default=64, metavar="N", help="of each request's, or turn's, own (64)")
+    to.add_argument("--output-tokens", type=whole(1), default=64, metavar="N", help="of each answer (64)")
+    to.add_argument("--turns", type=whole(1), metavar="N", help=f"of a conversation, with multi-turn ({TURNS})")
+    to.add_argument(
+        "--think", type=number(zero=True), default=1.0, metavar="S", help="mean seconds between an answer and the next turn (1)"
+    )
     to.add_argument("--lengths", type=Path, metavar="FILE", help="with lengths: a CSV file of prompt and answer tokens to draw from")
     to.add_argument("--text", type=Path, metavar="FILE", help="a text that prompts are cut from (random words)")
     ratio = "tokens of a word, to meet the lengths (measured by two requests)"
-    to.add_argument("--tokens-per-word", type=_positive, metavar="X", help=ratio)
+    to.add_argument("--tokens-per-word", type=number(), metavar="X", help=ratio)
 
 
 def _add_output(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--json", type=Path, metavar="FILE", help="write the facts, the statistics and every request")
-    to.add_argument("--plot", type=Path, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
+    to.add_argument("--plot", type=picture, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(SUFFIXES)}")

@@ -14,9 +14,10 @@ from ..engine.request import Request, RequestOutput, SamplingParams
 from ..errors import InvalidOption
 from ..model.hub import resolve
 from .baseline import Baseline, usable
-from .measure import Result, Samples, bounded, compared, counted, interleave, worthwhile
+from .measure import Result, Samples, at_most, compared, counted, interleave, paired, worthwhile
 from .modules import QUICK as FEW_MODULES
 from .modules import Bench, Sizes
+from .trial import greedy
 from .workloads import Texts, prefix, questions, windows
 
 OURS, FLAT = "Pando", "Pando, flat"
@@ -97,10 +98,9 @@ class Served:
 def serve(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> Served:
     """Runs requests together, each for `count` tokens after its first."""
     engine = llm.engine
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=count + 1)
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
-        engine.add(Request(f"bench-{i}", prompt, params))
+        engine.add(Request(f"bench-{i}", prompt, greedy(count + 1)))
     began: dict[str, int] = {}
     decoded, finished, pages = 0, False, 0
     started = ended = math.nan
@@ -174,17 +174,9 @@ def decode_unshared(setting: Setting) -> list[Result]:
 
 
 def _against_flat(case: str, samples: Samples, at_least: float | None, ours: dict[str, LLM]) -> Result:
-    """The median of the ratios of runs that were next to each other: what the machine does meanwhile is then in both. The note says how far
-    these lie apart, and whether the two did read differently."""
-    own = {name: samples[name] for name in ours}
-    pairs = sorted(auto / flat for auto, flat in zip(own[OURS], own[FLAT], strict=True))
-    middle, ratio = pairs[len(pairs) // 4 : len(pairs) - len(pairs) // 4], statistics.median(pairs)
-    note = (
-        f"median of {len(pairs)} pairs from {pairs[0]:.3f}x to {pairs[-1]:.3f}x, half of them from {middle[0]:.3f}x to {middle[-1]:.3f}x; "
-    )
-    note += "shared reads: " + ", ".join(f"{llm.engine.facts.shared_reads} ({name})" for name, llm in ours.items())
-    result = compared(f"{case}, against flat", own, "tokens/s", ours=OURS, higher=True, at_least=at_least, note=note)
-    return replace(result, ratio=ratio, met=None if at_least is None else ratio >= at_least)
+    """The note says whether the two did read differently."""
+    note = "shared reads: " + ", ".join(f"{llm.engine.facts.shared_reads} ({name})" for name, llm in ours.items())
+    return paired(f"{case}, against flat", samples, "tokens/s", ours=OURS, theirs=FLAT, at_least=at_least, note=note)
 
 
 def _rate(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> float:
@@ -217,7 +209,7 @@ def pages_in_use(setting: Setting) -> list[Result]:
     once = math.ceil(size.prefix / page) + size.rows * math.ceil(tail / page)
     apart = size.rows * math.ceil((size.prefix + tail) / page)
     case = f"pages of {page}, {size.rows} requests over one prefix"
-    return [bounded(case, served.pages, "pages", once, apart, "against no sharing at all")]
+    return [at_most(case, served.pages, "pages", once, "against no sharing at all", theirs=apart)]
 
 
 def first_token(setting: Setting) -> list[Result]:

@@ -1,7 +1,6 @@
 """What the foundation promises, measured: `pando bench`."""
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,7 +12,9 @@ from ..config import Parser, written_file
 from ..errors import InvalidOption
 from . import PARTS, cases
 from .baseline import library, write_random_model
-from .measure import Result, as_json, line, machine, table
+from .measure import Result, finish, machine, show, told
+from .options import above_zero, cores
+from .subject import add_name
 from .workloads import DATA_VARIABLE, gather
 
 CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
@@ -31,6 +32,7 @@ NEEDS_REAL_WEIGHTS = ("greedy", "perplexity")
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
+    above_zero(arguments, "repeats", "threads", "chats", "system_tokens", "ppl_tokens")
     names = [name for name in arguments.only or CASES if not (arguments.random_weights and name in NEEDS_REAL_WEIGHTS)]
     if not names:
         raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")
@@ -42,18 +44,14 @@ def main(argv: Sequence[str]) -> int:
             model = stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-bench-"))
             write_random_model(Path(model))
         setting = cases.prepare(model, gather(arguments.text, arguments.data, os.environ), _size(arguments), arguments.threads)
-        facts = machine(arguments.threads, " ".join(["pando bench", *argv]))
+        facts = machine(" ".join(["pando bench", *argv]))
         facts |= {"model": "random weights" if arguments.random_weights else model} | setting.facts()
-        print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+        show(facts)
         results: list[Result] = []
         for name in names:
             print(f"\nmeasuring {name} ...", flush=True)
-            measured = [_unjudged(result) if arguments.quick else result for result in CASES[name](setting)]
-            print("\n".join(map(line, measured)), flush=True)
-            results += measured
-    print("\n" + table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+            results += told([_unjudged(result) if arguments.quick else result for result in CASES[name](setting)])
+    finish(facts, results, arguments.json)
     return 0
 
 
@@ -82,13 +80,11 @@ def _parser() -> Parser:
         epilog=f"other benchmarks, each with options of its own:\n{parts}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--model", default="smollm2-135m", help="a Llama model by name, directory or file (smollm2-135m)")
-    parser.add_argument("--random-weights", action="store_true", help="a model of that shape with random weights; needs no file or network")
+    add_name(parser)
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: to see that it runs; the numbers mean little")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")
-    parser.add_argument("--threads", type=int, default=cores, metavar="N", help="CPU threads for both sides (the cores at hand)")
+    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="CPU threads for both sides (the cores at hand)")
     parser.add_argument("--chats", type=int, metavar="N", help=f"chat prompts whose greedy text is compared ({cases.FULL.chats})")
     parser.add_argument("--system-tokens", type=int, metavar="N", help=f"tokens of text those share ({cases.FULL.system_tokens})")
     parser.add_argument("--ppl-tokens", type=int, metavar="N", help=f"tokens scored for perplexity ({cases.FULL.scored_tokens})")

@@ -1,13 +1,16 @@
 """Measuring: medians of interleaved runs, a table, and the facts of the machine without which a number means nothing."""
 
 import datetime
-import os
+import json
+import math
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+
+from .options import cores
 
 Samples = dict[str, list[float]]
 _VERDICTS = {True: "yes", False: "NO", None: ""}
@@ -45,15 +48,12 @@ def worthwhile(probes: Mapping[str, float], times: float) -> tuple[list[str], st
     return kept, f"not measured after a short probe: {', '.join(dropped)}" if dropped else ""
 
 
-def best(samples: Samples, names: Sequence[str], higher: bool) -> str:
-    """Which of `names` has the best median."""
-    return (max if higher else min)(names, key=lambda name: statistics.median(samples[name]))
-
-
 def compared(case: str, samples: Samples, unit: str, *, ours: str, higher: bool, at_least: float | None, note: str = "") -> Result:
     """`ours` against the best of all other samples; the target is a ratio of medians. `higher`: more is better, as with rates."""
-    winner = best(samples, [name for name in samples if name != ours], higher)
-    mine, other = statistics.median(samples[ours]), statistics.median(samples[winner])
+    medians = {name: statistics.median(found) for name, found in samples.items()}
+    mine = medians.pop(ours)
+    winner = (max if higher else min)(medians, key=medians.__getitem__)
+    other = medians[winner]
     ratio = mine / other if higher else other / mine
     note = "; ".join(part for part in (f"against {winner}", note) if part)
     if at_least is None:
@@ -61,13 +61,42 @@ def compared(case: str, samples: Samples, unit: str, *, ours: str, higher: bool,
     return Result(case, mine, unit, other, ratio, f">= {at_least:g}x", ratio >= at_least, note, samples)
 
 
+def paired(case: str, samples: Samples, unit: str, *, ours: str, theirs: str, at_least: float | None, note: str) -> Result:
+    """Rates, by the median of the ratios of runs that were next to each other: what the machine does meanwhile is then in both. The note
+    says how far these lie apart."""
+    pairs = sorted(mine / other for mine, other in zip(samples[ours], samples[theirs], strict=True))
+    middle, ratio = pairs[len(pairs) // 4 : len(pairs) - len(pairs) // 4], statistics.median(pairs)
+    apart = f"from {pairs[0]:.3f}x to {pairs[-1]:.3f}x, half of them from {middle[0]:.3f}x to {middle[-1]:.3f}x"
+    note = f"median of {len(pairs)} pairs {apart}; {note}"
+    both = {name: samples[name] for name in (ours, theirs)}
+    result = compared(case, both, unit, ours=ours, higher=True, at_least=at_least, note=note)
+    return replace(result, ratio=ratio, met=None if at_least is None else ratio >= at_least)
+
+
 def counted(case: str, equal: int, of: int, note: str = "") -> Result:
     """All of them must be equal."""
     return Result(case, equal, "equal", of, target=f"all {of}", met=equal == of, note=note)
 
 
-def bounded(case: str, value: float, unit: str, at_most: float, theirs: float | None = None, note: str = "") -> Result:
-    return Result(case, value, unit, theirs, target=f"<= {at_most:g}", met=value <= at_most, note=note)
+def at_least(case: str, value: float, unit: str, least: float | None, note: str = "") -> Result:
+    """None: nothing was promised."""
+    if least is None:
+        return Result(case, value, unit, note=note)
+    return Result(case, value, unit, target=f">= {least:g}", met=value >= least, note=note)
+
+
+def at_most(case: str, value: float, unit: str, most: float | None, note: str = "", theirs: float | None = None) -> Result:
+    if most is None:
+        return Result(case, value, unit, theirs, note=note)
+    return Result(case, value, unit, theirs, target=f"<= {most:g}", met=value <= most, note=note)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Between two values, in proportion."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def line(result: Result) -> str:
@@ -110,7 +139,7 @@ def _number(value: float | None) -> str:
     return str(int(value)) if value == int(value) else f"{value:.4g}"
 
 
-def machine(threads: int, command: str) -> dict[str, str | int]:
+def machine(command: str) -> dict[str, str | int]:
     """What a reader must know to judge the numbers."""
     import torch
 
@@ -123,8 +152,8 @@ def machine(threads: int, command: str) -> dict[str, str | int]:
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "threads": threads,
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
@@ -154,6 +183,21 @@ def _cpu_name() -> str:
 
 def as_json(facts: Mapping[str, object], results: Sequence[Result]) -> dict[str, object]:
     return {"machine": dict(facts), "results": [asdict(result) for result in results]}
+
+
+def show(facts: Mapping[str, object]) -> None:
+    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+
+
+def write_json(file: Path | None, found: object) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def finish(facts: Mapping[str, object], results: Sequence[Result], file: Path | None) -> None:
+    """The table, and all of it in a file, where one is wanted."""
+    print("\n" + table(results))
+    write_json(file, as_json(facts, results))
 
 
 def told(results: list[Result]) -> list[Result]:

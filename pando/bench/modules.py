@@ -7,29 +7,25 @@ plain prompts.
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-
-import torch
 
 from ..config import EngineConfig, Parser, written_file
 from ..engine.graphs import SEEN_WITH_PROMPTS
 from ..engine.llm import LLM
-from ..engine.request import SamplingParams
 from ..engine.schemas import Prompt
 from ..engine.words import Words
-from ..errors import InvalidOption
 from ..markup.schema import read_schema
-from . import plot
 from .answers import compare_answers, read_questions
-from .measure import Result, as_json, bounded, compared, interleave, machine, table, told
-from .subject import add_model, model_of
+from .measure import Result, at_most, compared, finish, interleave, show, told
+from .options import above_zero, picture
+from .subject import add_model, facts_of, model_of, named
 from .traffic import VOCABULARY
+from .trial import first_token
 
 COLD, ALONE, MODULAR = "cold", "new words alone", "modules"
 PIECE = 512  # tokens of a module
@@ -54,32 +50,25 @@ QUICK = Sizes(imports=(1, 2), headline=2, piece=24, new=6, repeats=2, modules=50
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    if arguments.plot:
-        plot.check(arguments.plot)
-    if arguments.questions < 1 or arguments.repeats < 1:
-        raise InvalidOption("--questions and --repeats must be at least 1")
-    model = model_of(arguments)
-    sizes = QUICK if arguments.quick else Sizes(repeats=arguments.repeats)
-    facts = machine(torch.get_num_threads(), " ".join(["pando bench modules", *argv]))
-    named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
-    facts |= {"model": named, "device": str(model.device), "dtype": str(model.dtype)}
-    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+    above_zero(arguments, "questions", "repeats")
+    questions = read_questions(arguments.data) if arguments.data else []
+    model, name, sizes = model_of(arguments), named(arguments), QUICK if arguments.quick else Sizes()
+    sizes = replace(sizes, repeats=arguments.repeats or sizes.repeats)
+    facts = facts_of(name, model, " ".join(["pando bench modules", *argv]))
+    show(facts)
     bench = Bench(LLM.from_config(EngineConfig(model=arguments.model, disk_gib=0), model), sizes, judged=not arguments.quick)
     results = told(bench.reading())
     results += told(bench.first_token())
     curve = bench.curve()
     results += told(curve)
     if arguments.plot:
-        draw(curve, f"{named} on {model.device}, {sizes.new} new tokens", arguments.plot)
-    if arguments.data:
-        questions = read_questions(arguments.data)
+        draw(curve, f"{name} on {model.device}, {sizes.new} new tokens", arguments.plot)
+    if questions:
         del bench  # its pool is needed
         gc.collect()
         for paragraphs in (1, 4):
             results += told(compare_answers(model, questions, paragraphs, arguments.questions, arguments.seed))
-    print("\n" + table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+    finish(facts, results, arguments.json)
     return 0
 
 
@@ -103,9 +92,9 @@ class Bench:
         case, target = f"first token, {tokens} tokens of modules", TARGETS[self.llm.engine.model.device.type]
         found = {name: samples[name] for name in (MODULAR, COLD)}
         medians = {name: statistics.median(each) for name, each in samples.items()}
-        near = bounded("the same against its new words alone", medians[MODULAR] / medians[ALONE], "times", MOST, note=_ms(medians))
         first = compared(case, found, "ms", ours=MODULAR, higher=False, at_least=target if self.judged else None)
-        return [first, near if self.judged else Result(near.case, near.ours, near.unit, note=near.note)]
+        times, most = medians[MODULAR] / medians[ALONE], MOST if self.judged else None
+        return [first, at_most("the same against its new words alone", times, "times", most, _ms(medians))]
 
     def curve(self) -> list[Result]:
         results = []
@@ -127,17 +116,16 @@ class Bench:
             start = time.perf_counter()
             schema = read_schema(pml, words, movable=True, max_len=2**31 - 1)
             times.append(1000 * (time.perf_counter() - start))
-        found = statistics.median(times)
         case = f"reading and laying out {len(schema.modules) - 1} modules"
-        return [bounded(case, found, "ms", READ_MS) if self.judged else Result(case, found, "ms")]
+        return [at_most(case, statistics.median(times), "ms", READ_MS if self.judged else None)]
 
     def _timed(self, count: int) -> tuple[dict[str, list[float]], int]:
         """Milliseconds to the first token, each way in turn; and how many tokens come from modules. New words are new every time."""
         _, bound = self.llm.schemas.bind(self._prompt(count))
         runs: dict[str, Callable[[], float]] = {
-            MODULAR: lambda: self._first(Prompt(self._prompt(count))),
-            ALONE: lambda: self._first(self._new()),
-            COLD: lambda: self._first(self._plain(count)),
+            MODULAR: lambda: first_token(self.llm, Prompt(self._prompt(count)))[0],
+            ALONE: lambda: first_token(self.llm, self._new())[0],
+            COLD: lambda: first_token(self.llm, self._plain(count))[0],
         }
         runs[MODULAR]()  # a warm-up, and its modules are there
         if self.llm.engine.model.device.type == "cuda":  # kernels are compiled, and steps captured, when they are first met
@@ -145,14 +133,6 @@ class Bench:
             interleave({name: runs[name] for name in (MODULAR, ALONE)}, SEEN_WITH_PROMPTS)
         samples = interleave(runs, self.sizes.repeats)
         return samples, bound.module_tokens
-
-    def _first(self, prompt: Prompt | list[int]) -> float:
-        start = time.perf_counter()
-        events = self.llm.stream(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        next(events)
-        seconds = time.perf_counter() - start
-        list(events)
-        return 1000 * seconds
 
     def _prompt(self, count: int) -> str:
         return '<prompt schema="bench">' + "".join(f"<m{i}/>" for i in range(count)) + f" {self._text(self.sizes.new)}</prompt>"
@@ -200,11 +180,11 @@ def _parser() -> argparse.ArgumentParser:
     about = "Measure prompts made of modules: the time to their first token, and how near their answers are to those of plain prompts."
     parser = Parser(prog="pando bench modules", description=about)
     add_model(parser)
-    parser.add_argument("--repeats", type=int, default=Sizes.repeats, metavar="N", help=f"of each; medians count ({Sizes.repeats})")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"of each; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with xquad_en.json: compare answers, too")
     parser.add_argument("--questions", type=int, default=100, metavar="N", help="that are asked (100)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which questions (0)")
-    parser.add_argument("--plot", type=written_file, metavar="FILE", help="draw the time to the first token over the tokens of modules")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the time to the first token over the tokens of modules")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import statistics
 import tempfile
@@ -12,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import torch
-
 from ..config import EngineConfig, Parser, load, written_file
 from ..engine.llm import LLM
-from ..engine.request import SamplingParams
 from ..errors import InvalidOption
 from .host import chosen, hosted
 from .lean import Line, Streamed
-from .measure import Result, Samples, as_json, bounded, compared, interleave, line, machine, table
+from .measure import Result, Samples, at_most, compared, finish, interleave, machine, show, told
+from .options import above_zero
+from .subject import add_name
 from .traffic import VOCABULARY
+from .trial import first_token, greedy
 
 LEAST_SHARE = 0.9  # of the tokens per second
 MOST_ADDED = 5.0  # milliseconds
@@ -48,8 +47,9 @@ class Sizes:
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     sizes = Sizes(arguments.clients, arguments.tokens, arguments.prefix_tokens, repeats=arguments.repeats, firsts=arguments.firsts)
-    if min(sizes.clients, sizes.prefix, sizes.repeats, sizes.firsts) < 1 or sizes.tokens < 2:
-        raise InvalidOption("--clients, --prefix-tokens, --repeats and --firsts must be at least 1, and --tokens at least 2")
+    above_zero(arguments, "clients", "prefix_tokens", "repeats", "firsts")
+    if sizes.tokens < 2:
+        raise InvalidOption(f"--tokens is {sizes.tokens}; it must be at least 2")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-overhead-")))
         model, options = stack.enter_context(chosen(arguments.model, arguments.random_weights))
@@ -58,13 +58,11 @@ def main(argv: Sequence[str]) -> int:
         quiet = ["--log-level", "error", "--disable-log-requests"]
         print("starting the server, and the same engine without one ...", flush=True)
         site = stack.enter_context(hosted(model, [*alike, *quiet, *options], {}, folder))
-        facts = machine(torch.get_num_threads(), " ".join(["pando bench overhead", *argv]))
+        facts = machine(" ".join(["pando bench overhead", *argv]))
         facts |= {"model": "random weights" if arguments.random_weights else model, "load before": f"{os.getloadavg()[0]:.1f}"}
-        print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+        show(facts)
         results = measure(LLM.from_config(engine), site.url, sizes, arguments.seed)
-    print("\n" + table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+    finish(facts, results, arguments.json)
     return 0
 
 
@@ -74,9 +72,7 @@ def measure(llm: LLM, url: str, sizes: Sizes, seed: int = 0) -> list[Result]:
         results: list[Result] = []
         for case in (bench.throughput, bench.first_token):
             print(f"\nmeasuring {case.__name__} ...", flush=True)
-            measured = case()
-            print("\n".join(map(line, measured)), flush=True)
-            results += measured
+            results += told(case())
     return results
 
 
@@ -118,11 +114,11 @@ class Bench:
         medians = {side: statistics.median(found) for side, found in samples.items()}
         case = f"first token of {self.sizes.own} new ones"
         whole = Result(case, medians[HTTP], "ms", medians[OFFLINE], note=f"against {OFFLINE}", samples=samples)
-        return [whole, bounded("added by HTTP", medians[HTTP] - medians[OFFLINE], "ms", MOST_ADDED, note="difference of the medians")]
+        return [whole, at_most("added by HTTP", medians[HTTP] - medians[OFFLINE], "ms", MOST_ADDED, "difference of the medians")]
 
     def _offline(self, prompts: Sequence[list[int]]) -> float:
         start = time.perf_counter()
-        outputs = self.llm.generate(prompts, _greedy(self.sizes.tokens))
+        outputs = self.llm.generate(prompts, greedy(self.sizes.tokens))
         seconds = time.perf_counter() - start
         self.cached[OFFLINE] += [output.num_cached_tokens for output in outputs]
         return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
@@ -145,17 +141,9 @@ class Bench:
         for turn, prompt in enumerate(prompts):
             for side in (OFFLINE, HTTP)[:: -1 if turn % 2 else 1]:
                 await asyncio.sleep(PAUSE)
-                times[side].append(1000 * (self._first(prompt) if side == OFFLINE else await _first(one, prompt)))
+                times[side].append(first_token(self.llm, prompt)[0] if side == OFFLINE else await _first(one, prompt))
         await one.close()
         return times
-
-    def _first(self, prompt: list[int]) -> float:
-        start = time.perf_counter()
-        events = self.llm.stream(prompt, _greedy(2))
-        next(events)
-        seconds = time.perf_counter() - start
-        list(events)
-        return seconds
 
     def _tokens(self, count: int) -> list[int]:
         return self.random.choices(self._ids, k=count)
@@ -163,18 +151,13 @@ class Bench:
 
 async def _first(one: Line, prompt: list[int]) -> float:
     answer = await one.complete(prompt, 2)
-    return answer.tokens[0] - answer.sent
-
-
-def _greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return 1000 * (answer.tokens[0] - answer.sent)
 
 
 def _parser() -> Parser:
     about = "Measure what HTTP streaming costs: the same prompts through LLM and through a server in another process, in turn."
     parser, sizes = Parser(prog="pando bench overhead", description=about), Sizes()
-    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
-    parser.add_argument("--random-weights", action="store_true", help="a model of that shape with random weights; needs no file or network")
+    add_name(parser)
     parser.add_argument("--clients", type=int, default=sizes.clients, metavar="N", help=f"requests at the same time ({sizes.clients})")
     parser.add_argument("--tokens", type=int, default=sizes.tokens, metavar="N", help=f"tokens of each answer ({sizes.tokens})")
     parser.add_argument("--prefix-tokens", type=int, default=sizes.prefix, metavar="N", help=f"tokens all prompts share ({sizes.prefix})")

@@ -4,24 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidOption
 from .load import Run
 from .report import Spread, Summary, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-SUFFIXES = (".svg", ".png", ".pdf")
-
-
-def check(file: Path) -> None:
-    """Whether a picture can be made, asked before anything is measured."""
-    if file.suffix.lower() not in SUFFIXES:
-        raise InvalidOption(f"--plot {file}: the name must end in {', '.join(SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidOption("--plot needs matplotlib, which is not installed; pip install 'pando-llm[bench]'") from error
 
 
 def draw(runs: Sequence[Run], title: str, file: Path) -> None:

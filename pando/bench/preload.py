@@ -17,10 +17,9 @@ from ..engine.row import Schedule
 from ..kv.run import Origin, Run
 from ..kv.segment import Key
 from ..model.load import Model
-from ..store.speeds import Speeds
 from ..store.tier import Card, Reader, Tier
 from .measure import Result, Samples, interleave
-from .trial import Size, Trial, ask, drawn, opened, settle
+from .trial import Size, Trial, Willing, ask, drawn, opened, settle
 
 WAITING, LAYERED, AHEAD, POOL = "load, then compute", "layer by layer", "begun during the step before", "in the pool"
 FORMULA = "as many layers ahead as the paper's formula says"
@@ -66,16 +65,6 @@ class Switched(Engine):
                 event.synchronize()
         self.waited += 0.0 if self.patient else time.perf_counter() - began
         return super()._forward(schedule)
-
-
-class Willing(Speeds):
-    """Whether it pays or not, it is loaded."""
-
-    def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
-        return True
-
-    def patience(self, tokens: int) -> None:
-        """However long it takes."""
 
 
 class Waiting(Willing):

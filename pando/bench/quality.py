@@ -4,14 +4,13 @@ The file of prompts holds one PML prompt after the other; each begins on a line 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from ..config import Device, DType, EngineConfig, Parser, written_file
+from ..config import EngineConfig, Parser, written_file
 from ..engine.schemas import Schemas
 from ..errors import InvalidOption, InvalidPrompt
 from ..markup.binding import Bound
@@ -19,7 +18,9 @@ from ..markup.outline import Encode
 from ..markup.pml import Element, parse
 from ..model.load import load
 from .judge import Distance, Judge, Reference
-from .measure import columns
+from .measure import columns, write_json
+from .options import above_zero
+from .subject import add_device
 
 TOKENS = 32
 REPAIRS = (0.0, 0.1, 0.2, 1.0)
@@ -62,8 +63,7 @@ class Report:
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    if arguments.tokens < 1:
-        raise InvalidOption(f"--tokens is {arguments.tokens}; it must be at least 1")
+    above_zero(arguments, "tokens")
     repairs, encodes = _repairs(arguments.repair), _encodes(arguments.encode)
     schema = _read(arguments.file)
     prompts = [parse(text, str(arguments.prompts)) for text in split(_text(arguments.prompts))]
@@ -75,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
     ways = [Way(encode, repair) for encode in encodes for repair in repairs]
     found = report(judge, schema, prompts, ways, arguments.file.parent, progress=sys.stderr.isatty())
     print(shown(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    write_json(arguments.json, asdict(found))
     return 0
 
 
@@ -204,7 +203,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repair", default=",".join(f"{each:g}" for each in REPAIRS), metavar="R,R", help="shares to repair (0,0.1,0.2,1)")
     parser.add_argument("--encode", metavar="E,E", help=f"instead of what the schema says: {', '.join(ENCODES)}")
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
-    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
-    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    add_device(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write the numbers, too")
     return parser

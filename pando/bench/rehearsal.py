@@ -19,7 +19,7 @@ from torch import device, float32
 from ..config import EngineConfig, PolicyName
 from ..engine.engine import Engine
 from ..engine.facts import Stats
-from ..engine.request import Request, SamplingParams, TokenEvent
+from ..engine.request import Request, TokenEvent
 from ..engine.tiers import shape_of
 from ..errors import InvalidOption
 from ..kv.pool import PagePool
@@ -27,13 +27,11 @@ from ..kv.segment import Key, Lineage, extend_keys
 from ..model.load import Model
 from ..store.fileformat import file_size
 from ..store.policy import POLICIES
-from ..store.speeds import Speeds
 from .conversations import Conversation, Piece, Turn
-from .measure import columns
+from .measure import columns, percentile
 from .random_model import SHAPES, random_model
 from .replay import Machine, Served, replay
-from .report import percentile
-from .trial import drawn, settle
+from .trial import Willing, drawn, greedy, settle
 
 PAGE = 16  # tokens
 LEAST = 32  # pages of host memory: the store takes as many to write from
@@ -84,14 +82,6 @@ class Played:
     equal: int | None = None  # answers that are those of a cold engine
 
 
-class Always(Speeds):
-    def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
-        return True
-
-    def patience(self, tokens: int) -> None:
-        """However long it takes."""
-
-
 class Rehearsal:
     def __init__(self, engine: Engine, machine: Machine, conversations: Sequence[Conversation]) -> None:
         """The machine is that of the engine's tokens, not of the trace's."""
@@ -105,7 +95,7 @@ class Rehearsal:
         self._began: float | None = None
         engine.scheduler.clock = self._clock
         if engine.store is not None:
-            engine.store.speeds = Always()
+            engine.store.speeds = Willing()
 
     def run(self) -> dict[str, Asked]:
         while self._arrivals or self._engine.has_work:
@@ -124,7 +114,7 @@ class Rehearsal:
         prompt = [token for piece in turn.context for token in self._words(piece)]
         prompt += drawn(self._engine.model, f"question {name}", turn.new)
         self.asked[name] = Asked(prompt, self._clock())
-        self._engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=turn.answer, ignore_eos=True)))
+        self._engine.add(Request(name, prompt, greedy(turn.answer)))
 
     def _words(self, piece: Piece) -> list[int]:
         return self._said.get(piece.key) or drawn(self._engine.model, piece.key.hex(), piece.tokens)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .load import Outcome, Run
-from .measure import columns
+from .measure import columns, percentile
 
 UNFINISHED = "not finished when the run was stopped"
 
@@ -62,14 +62,6 @@ class Summary:
     @property
     def cached_share(self) -> float | None:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens and self.cached_tokens is not None else None
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Between two values, in proportion."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-import json
 import math
 import os
 import platform
@@ -16,6 +15,7 @@ from . import plot, probe
 from .arguments import Options, check, parser
 from .client import Client, connect
 from .load import Run, drive
+from .measure import show, write_json
 from .report import as_json, describe, summarise, sweep
 from .traffic import Source, Workload, conversations
 
@@ -61,7 +61,7 @@ async def _measure(options: Options, facts: Facts, command: str, runs: list[Run]
             "tokens per word": f"{texts.tokens_per_word:.3g}, {origin}",
             "end of answers": "ignored: as long as asked for" if target.ignore_eos else "the model's own",
         }
-        print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+        show(facts)
         client = Client(http, target)
         if options.warmup:
             await _warm(client, replace(options.workload, requests=options.warmup, duration=None), texts, options.seed)
@@ -99,8 +99,7 @@ async def _show(client: Client, run: Run, concurrency: int | None) -> None:
 
 def _keep(options: Options, facts: Facts, runs: Sequence[Run]) -> None:
     try:
-        if options.json:
-            options.json.write_text(json.dumps(as_json(facts, runs), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(options.json, as_json(facts, runs))
         if options.plot:
             plot.draw(runs, f"{facts['model']}, {facts['workload']}", options.plot)
     except OSError as error:

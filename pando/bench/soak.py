@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import secrets
 import tempfile
 import time
@@ -13,13 +12,14 @@ from pathlib import Path
 import httpx
 
 from ..config import Parser, written_file
-from ..errors import InvalidOption
 from .client import connect
 from .crowd import TENANTS, Crowd, alone, session
 from .host import Gone, Site, Vitals, chosen, hosted, last_words, vitals
 from .ledger import Counts, Observed, Sample, counts, judge
-from .measure import Result, table
+from .measure import Result, table, write_json
 from .mixture import Known, Mixture, Sizes, bad
+from .options import above_zero
+from .subject import add_name
 from .traffic import VOCABULARY
 
 EXIT_VIOLATED = 1
@@ -37,8 +37,7 @@ SERVER = (
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    if arguments.minutes <= 0 or arguments.clients < 1 or arguments.timeout <= 0:
-        raise InvalidOption("--minutes, --clients and --timeout must be above 0")
+    above_zero(arguments, "minutes", "clients", "timeout")
     keys = {name: secrets.token_urlsafe() for name in (*TENANTS, ALONE)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-soak-")))
@@ -57,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
             return EXIT_VIOLATED
     results = judge(seen)
     print(report(seen, results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(seen, results, argv), indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, as_json(seen, results, argv))
     return EXIT_VIOLATED if any(result.met is False for result in results) else 0
 
 
@@ -197,7 +195,6 @@ def _parser() -> Parser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="where all choices come from (0)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds after which a request is stuck (120)")
     parser.add_argument("--margin-mib", type=int, default=64, metavar="N", help="MiB that memory may grow after the warm-up (64)")
-    parser.add_argument("--model", default="smollm2-135m", help="a model by name, directory or file (smollm2-135m)")
-    parser.add_argument("--random-weights", action="store_true", help="a model of that shape with random weights; needs no file or network")
+    add_name(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample and counter, too")
     return parser

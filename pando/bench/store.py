@@ -5,7 +5,6 @@ what is kept below the device, and of weights and states on it.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +12,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from ..config import Parser, written_file
-from ..errors import InvalidOption
 from ..model.load import Model
 from . import codecs, preload, returning, rounding, saving
-from .measure import Result, as_json, machine, table, told
-from .subject import add_model, model_of
+from .measure import Result, finish, show, told
+from .options import above_zero, picture
+from .subject import add_model, facts_of, model_of, named
 from .workloads import gather
 
 
@@ -74,31 +71,18 @@ CASES: dict[str, Callable[[Setting], list[Result]]] = {
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    if arguments.plot:
-        from . import plot  # a GPU host may lack what it imports
-
-        plot.check(arguments.plot)
-    if any(
-        value is not None and value <= 0
-        for value in (arguments.repeats, arguments.rows, arguments.new, arguments.bandwidth, arguments.modules)
-    ):
-        raise InvalidOption("--repeats, --rows, --new, --bandwidth and --modules must be more than 0")
+    above_zero(arguments, "repeats", "rows", "new", "bandwidth", "modules")
     model = model_of(arguments)
-    facts = machine(torch.get_num_threads(), " ".join(["pando bench store", *argv]))
-    named = f"random weights in the shape of {arguments.shape}" if arguments.random_weights else arguments.model
-    facts |= {"model": named, "device": str(model.device), "dtype": str(model.dtype)}
-    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+    facts = facts_of(named(arguments), model, " ".join(["pando bench store", *argv]))
+    show(facts)
     results: dict[str, list[Result]] = {}
     for name in arguments.only or CASES:
         print(f"\nmeasuring {name} ...", flush=True)
         with TemporaryDirectory(prefix="pando-bench-", dir=arguments.dir) as folder:
             results[name] = told(CASES[name](Setting(model, Path(folder), arguments)))
-    every = [result for found in results.values() for result in found]
-    print("\n" + table(every))
+    finish(facts, [result for found in results.values() for result in found], arguments.json)
     if arguments.plot:
-        draw(results, f"{named} on {model.device}", arguments.plot)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(facts, every), indent=2) + "\n", encoding="utf-8")
+        draw(results, f"{named(arguments)} on {model.device}", arguments.plot)
     return 0
 
 
@@ -142,6 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text to measure rounding by (the documentation of Python)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     spares = "draw the time to the first token, and what loading by layers spares"
-    parser.add_argument("--plot", type=written_file, metavar="FILE", help=spares)
+    parser.add_argument("--plot", type=picture, metavar="FILE", help=spares)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -5,13 +5,24 @@ from typing import get_args
 
 from ..config import Device, DType, EngineConfig
 from ..model.load import Model, choose_device, choose_dtype, load
+from .measure import machine
 from .random_model import SHAPES, random_model
+
+NAME = EngineConfig.model  # which is also the shape of random weights, if no other is wanted
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
-    parser.add_argument("--random-weights", action="store_true", help="a model with random weights; needs no file or network")
-    parser.add_argument("--shape", default="smollm2-135m", choices=SHAPES, help="of the random weights (smollm2-135m)")
+    add_name(parser, "a model with random weights; needs no file or network")
+    parser.add_argument("--shape", default=NAME, choices=SHAPES, help=f"of the random weights ({NAME})")
+    add_device(parser)
+
+
+def add_name(parser: argparse.ArgumentParser, instead: str = f"one in the shape of {NAME} instead; needs no file or network") -> None:
+    parser.add_argument("--model", default=NAME, help=f"a model by name, directory or file ({NAME})")
+    parser.add_argument("--random-weights", action="store_true", help=instead)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
     parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
 
@@ -21,3 +32,11 @@ def model_of(arguments: argparse.Namespace, quantization: str = "none") -> Model
         place = choose_device(arguments.device)
         return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place), quantization=quantization)
     return load(arguments.model, device=arguments.device, dtype=arguments.dtype, quantization=quantization)
+
+
+def named(arguments: argparse.Namespace) -> str:
+    return f"random weights in the shape of {arguments.shape}" if arguments.random_weights else str(arguments.model)
+
+
+def facts_of(name: str, model: Model, command: str) -> dict[str, str | int]:
+    return machine(command) | {"model": name, "device": str(model.device), "dtype": str(model.dtype)}

@@ -5,13 +5,12 @@ of its machines. With `--engine` a small part of the trace goes through a whole 
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -21,12 +20,11 @@ from typing import get_args
 from ..config import Parser, PolicyName, written_file
 from ..errors import InvalidOption
 from ..store.policy import POLICIES
-from . import plot
 from .conversations import MOST_TOKENS, PAGE, Conversation, Shape, read, sharegpt
-from .measure import Result, columns, table
+from .measure import Result, columns, percentile, table, write_json
 from .optimum import optimum
+from .options import SUFFIXES, number, numbers, picture, whole
 from .replay import Busy, Machine, Outcome, endless, recomputed, replay
-from .report import percentile
 
 GIB, HOUR = 2**30, 3600
 GPU_PRICE, HOST_PRICE, DISK_PRICE = 5.0, 0.0088, 0.000082  # dollars for an hour of a GPU, of a GB; section 4.2
@@ -73,8 +71,6 @@ def main(argv: Sequence[str]) -> int:
         raise InvalidOption("give a trace or --generate sharegpt, and not both")
     if given.engine and given.plot:
         raise InvalidOption("--plot draws what was simulated; leave it out, or --engine")
-    if given.plot:
-        plot.check(given.plot)
     machine = _machine(given)
     facts: dict[str, object] = {"command": " ".join(["pando bench trace", *argv]), "machine": asdict(machine)}
     if given.engine:
@@ -88,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     print(shown(lines))
     if results:
         print("\n" + table(results))
-    _write(given.json, {"facts": facts, "lines": list(map(asdict, lines)), "results": list(map(asdict, results))})
+    write_json(given.json, {"facts": facts, "lines": list(map(asdict, lines)), "results": list(map(asdict, results))})
     if given.plot:
         draw(lines, given.file.name if given.file else "conversations like ShareGPT's", given.plot)
     return 0
@@ -110,13 +106,8 @@ def _through_engine(given: argparse.Namespace, machine: Machine, facts: dict[str
         _say(f"{line.policy}: {line.computed:.1%} computed{', simulated' if line.simulated else ''}")
         lines.append(line)
     print(f"{lines[0].turns} turns, {lines[0].tokens} tokens of prompts\n\n{rehearsal.shown(lines)}")
-    _write(given.json, {"facts": facts, "small": asdict(small), "lines": list(map(asdict, lines))})
+    write_json(given.json, {"facts": facts, "small": asdict(small), "lines": list(map(asdict, lines))})
     return 0
-
-
-def _write(file: Path | None, found: dict[str, object]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _policies(given: argparse.Namespace) -> tuple[PolicyName, ...]:
@@ -318,31 +309,8 @@ def _machine(given: argparse.Namespace) -> Machine:
     return replace(machine, step=given.step_ms / 1000) if given.step_ms else machine
 
 
-def _numbers(zero: bool) -> Callable[[str], list[float]]:
-    def parse(text: str) -> list[float]:
-        try:
-            values = [float(part) for part in text.split(",")]
-        except ValueError:
-            values = []
-        if not values or not all(math.isfinite(value) and (value > 0 or (zero and value == 0)) for value in values):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers {'from' if zero else 'above'} 0, such as 64,128")
-        return values
-
-    return parse
-
-
-def _one(zero: bool = False, whole: bool = False) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        values = _numbers(zero)(text)
-        if len(values) > 1 or (whole and values[0] % 1):
-            raise argparse.ArgumentTypeError(f"{text!r} is not one {'whole ' if whole else ''}number")
-        return int(values[0]) if whole else values[0]
-
-    return parse
-
-
 def _shares(text: str) -> tuple[float, ...]:
-    values = _numbers(False)(text)
+    values = numbers()(text)
     if len(values) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, such as 15,15,60")
     return tuple(value / 100 for value in values)
@@ -356,33 +324,33 @@ def _parser() -> Parser:
     )
     made.add_argument("--generate", choices=["sharegpt"], help="conversations with ShareGPT's published statistics, instead of a file")
     made.add_argument("--policy", choices=["all", *POLICIES], default="all", help="(%(default)s)")
-    made.add_argument("--host-gib", type=_numbers(False), metavar="N,N,...", help="of host memory (119: 128 GB)")
-    made.add_argument("--disk-gib", type=_numbers(True), metavar="N,N,...", help="of disk; 0: none (9313, 10 TB; with a file none)")
+    made.add_argument("--host-gib", type=numbers(), metavar="N,N,...", help="of host memory (119: 128 GB)")
+    made.add_argument("--disk-gib", type=numbers(zero=True), metavar="N,N,...", help="of disk; 0: none (9313, 10 TB; with a file none)")
     made.add_argument(
-        "--think-seconds", type=_numbers(True), default=[60.0], metavar="S,S,...", help="mean pause before a turn, assumed (60)"
+        "--think-seconds", type=numbers(zero=True), default=[60.0], metavar="S,S,...", help="mean pause before a turn, assumed (60)"
     )
-    made.add_argument("--conversations", type=_one(whole=True), default=9000, metavar="N", help="to generate (9000)")
-    made.add_argument("--rate", type=_one(), default=1.0, metavar="R", help="conversations that begin in a second, Poisson (1)")
+    made.add_argument("--conversations", type=whole(1), default=9000, metavar="N", help="to generate (9000)")
+    made.add_argument("--rate", type=number(), default=1.0, metavar="R", help="conversations that begin in a second, Poisson (1)")
     made.add_argument(
         "--overflow",
         choices=["compute", "move"],
         default="compute",
         help="what is left of a conversation past 4,096 tokens is computed again, or moved, by the engine's truncation (%(default)s)",
     )
-    made.add_argument("--warmup", type=_one(zero=True, whole=True), metavar="N", help="turns that are not counted (10000; with a file 0)")
+    made.add_argument("--warmup", type=whole(0), metavar="N", help="turns that are not counted (10000; with a file 0)")
     made.add_argument("--model", choices=MACHINES, help="and its machine (llama-13b on 2 A100; with a file llama-70b on 4)")
-    made.add_argument("--machines", type=_one(whole=True), default=1, metavar="N", help="as one that is so many times as fast (1)")
-    made.add_argument("--prefill-rate", type=_one(), metavar="R", help="tokens that are computed in a second, of all machines together")
-    made.add_argument("--step-ms", type=_one(), metavar="MS", help="of a decoding step")
-    made.add_argument("--jobs", type=_one(whole=True), metavar="N", help="replays at the same time (as many as there are cores)")
-    made.add_argument("--seed", type=_one(zero=True, whole=True), default=0, metavar="N", help="(0)")
+    made.add_argument("--machines", type=whole(1), default=1, metavar="N", help="as one that is so many times as fast (1)")
+    made.add_argument("--prefill-rate", type=number(), metavar="R", help="tokens that are computed in a second, of all machines together")
+    made.add_argument("--step-ms", type=number(), metavar="MS", help="of a decoding step")
+    made.add_argument("--jobs", type=whole(1), metavar="N", help="replays at the same time (as many as there are cores)")
+    made.add_argument("--seed", type=whole(0), default=0, metavar="N", help="(0)")
     made.add_argument("--engine", action="store_true", help="a small part of the trace, through a real engine with random weights")
-    made.add_argument("--sessions", type=_one(whole=True), default=60, metavar="N", help="conversations of that part (60)")
-    made.add_argument("--scale", type=_one(whole=True), default=32, metavar="N", help="tokens of the trace for one of the engine (32)")
+    made.add_argument("--sessions", type=whole(1), default=60, metavar="N", help="conversations of that part (60)")
+    made.add_argument("--scale", type=whole(1), default=32, metavar="N", help="tokens of the trace for one of the engine (32)")
     made.add_argument(
         "--shares", type=_shares, default=(0.15, 0.15, 0.6), metavar="P,H,D", help="pool, host and disk, %% of all that is kept (15,15,60)"
     )
     made.add_argument("--shape", default="tiny", metavar="NAME", help="of the engine's model (tiny)")
     made.add_argument("--json", type=written_file, metavar="FILE", help="write the facts and all numbers")
-    made.add_argument("--plot", type=written_file, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(plot.SUFFIXES)}")
+    made.add_argument("--plot", type=picture, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(SUFFIXES)}")
     return made

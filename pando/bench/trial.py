@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -10,15 +10,28 @@ from random import Random
 
 from ..config import CodecName, EngineConfig
 from ..engine.engine import Engine
-from ..engine.request import Request, SamplingParams
+from ..engine.llm import LLM
+from ..engine.request import Request, SamplingParams, TokenEvent
+from ..engine.schemas import Prompt
 from ..errors import PandoError
 from ..kv.pool import PagePool
 from ..kv.run import Run
 from ..model.load import Model
+from ..store.speeds import Speeds
 
 GIB = 2**30
 PATIENCE, QUIET = 120.0, 0.1  # seconds
 ANSWERING, LONG = 8, 120  # steps after which prompts are computed, and tokens that answers have which are to go on
+
+
+class Willing(Speeds):
+    """Whether it pays or not, it is loaded."""
+
+    def pays(self, sizes: Mapping[str, int], tokens: int) -> bool:
+        return True
+
+    def patience(self, tokens: int) -> None:
+        """However long it takes."""
 
 
 class Stuck(PandoError):
@@ -79,20 +92,19 @@ def ask(
 ) -> Trial:
     """Greedy answers of so many tokens. `runs`: what stands before each prompt, if anything does. `behind`: prompts that are computed
     before; the clock starts when they are. `beside`: prompts that are being answered all the time."""
-    params, names = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), count()
+    names = count()
     before = {str(next(names)): prompt for prompt in behind}
     asked = {str(next(names)): prompt for prompt in prompts}
     others = {f"beside {next(names)}": prompt for prompt in beside}
-    endless = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
     for name, prompt in others.items():
-        engine.add(Request(name, prompt, endless))
+        engine.add(Request(name, prompt, greedy(LONG)))
     for _ in range(ANSWERING if beside else 0):
         engine.step()
     for name, prompt in before.items():
-        engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
+        engine.add(Request(name, prompt, greedy(1)))
     start = time.perf_counter()
     for (name, prompt), placed in zip(asked.items(), runs or [()] * len(asked), strict=True):
-        engine.add(Request(name, prompt, params, runs=placed))
+        engine.add(Request(name, prompt, greedy(tokens), runs=placed))
     trial, heard, going = Trial(), start, set(asked)
     while engine.has_work:
         events = engine.step()
@@ -101,7 +113,7 @@ def ask(
         for event in events:
             before.pop(event.request_id, None)
             if event.request_id in others and event.finish_reason is not None:
-                engine.add(Request(event.request_id, others[event.request_id], endless))  # whoever is asked may take longer
+                engine.add(Request(event.request_id, others[event.request_id], greedy(LONG)))  # whoever is asked may take longer
             if event.request_id in asked:
                 trial.answers.setdefault(event.request_id, []).append(event.token)
                 if len(trial.answers[event.request_id]) == 1:
@@ -117,6 +129,21 @@ def ask(
         if behind and not before:
             start, behind = time.perf_counter(), ()
     return trial
+
+
+def greedy(tokens: int) -> SamplingParams:
+    """Exactly so many."""
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def first_token(llm: LLM, prompt: Prompt | list[int]) -> tuple[float, TokenEvent]:
+    """Milliseconds until it is there; the answer goes on to its end."""
+    start = time.perf_counter()
+    events = llm.stream(prompt, greedy(2))
+    first = next(events)
+    ms = 1000 * (time.perf_counter() - start)
+    list(events)
+    return ms, first
 
 
 def settle(engine: Engine, quiet: float = QUIET) -> float:

@@ -5,7 +5,6 @@ states with the old positions in their keys, read as if they stood at the new on
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -14,20 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import get_args
 
 import torch
 
-from ..config import Device, DType, EngineConfig, Parser, written_file
+from ..config import EngineConfig, Parser, written_file
 from ..engine.imports import Import, find
-from ..engine.request import Request, SamplingParams, Span, Tenant, TokenEvent, Truncation
+from ..engine.request import Request, Span, Tenant, TokenEvent, Truncation
 from ..engine.row import Row
 from ..errors import InvalidOption
 from ..kv.run import Origin, Run
 from ..kv.segment import Segment
 from ..model.load import Model, load
 from .judge import Listener
-from .measure import Result, Samples, as_json, bounded, compared, interleave, machine, table, told
+from .measure import Result, Samples, at_least, at_most, compared, finish, interleave, show, told
+from .options import above_zero
+from .subject import add_device, facts_of
+from .trial import greedy
 from .workloads import DATA_VARIABLE, gather
 
 RECOMPUTED, MOVED, ROOTLESS, NAIVE = "recomputed", "moved", "moved without the first tokens", "naive"
@@ -51,20 +52,16 @@ QUICK = Sizes(window=128, scored=16, windows=2, new=4, repeats=2)
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    if min(arguments.windows, arguments.repeats) < 1:
-        raise InvalidOption("--windows and --repeats must be at least 1")
-    texts = gather(arguments.text, arguments.data, os.environ)
-    sizes = QUICK if arguments.quick else replace(Sizes(), windows=arguments.windows, repeats=arguments.repeats)
+    above_zero(arguments, "windows", "repeats")
+    texts, sizes = gather(arguments.text, arguments.data, os.environ), QUICK if arguments.quick else Sizes()
+    sizes = replace(sizes, windows=arguments.windows or sizes.windows, repeats=arguments.repeats or sizes.repeats)
     model = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
-    facts = machine(torch.get_num_threads(), " ".join(["pando bench truncation", *argv]))
-    facts |= {"model": arguments.model, "device": str(model.device), "dtype": str(model.dtype), "text": texts.sources["prefix"]}
-    print("\n".join(f"{name:<16} {value}" for name, value in facts.items()), flush=True)
+    facts = facts_of(arguments.model, model, " ".join(["pando bench truncation", *argv])) | {"text": texts.sources["prefix"]}
+    show(facts)
     bench = Bench(model, model.tokenizer.encode(texts.prose), sizes, judged=not arguments.quick)
-    results = bench.perplexity()
+    results = told(bench.perplexity())
     results += told(bench.first_token())
-    print("\n" + table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(facts, results), indent=2) + "\n", encoding="utf-8")
+    finish(facts, results, arguments.json)
     return 0
 
 
@@ -115,9 +112,9 @@ class Bench:
         case = f"perplexity of the next {self._sizes.scored} tokens"
         results = [Result(f"{case}, {way}", so_far[way], "", so_far[RECOMPUTED]) for way in (MOVED, ROOTLESS, NAIVE)]
         apart = 100 * abs(so_far[MOVED] / so_far[RECOMPUTED] - 1)
-        near, note, samples = "moved states against recomputed ones", _spread(nats[MOVED], nats[RECOMPUTED]), _perplexities(nats)
-        judged = bounded(near, apart, "%", MOST_APART) if self._judged else Result(near, apart, "%")
-        return told([*results, replace(judged, note=note, samples=samples)])
+        note, most = _spread(nats[MOVED], nats[RECOMPUTED]), MOST_APART if self._judged else None
+        near = at_most("moved states against recomputed ones", apart, "%", most, note)
+        return [*results, replace(near, samples=_perplexities(nats))]
 
     def _window(self, tokens: Sequence[int]) -> dict[str, float]:
         """The nats of what follows, in each way. All but the last token of the window are held, as behind an answer."""
@@ -134,12 +131,12 @@ class Bench:
         }
 
     def _compute(self, tokens: Sequence[int]) -> None:
-        self.engine.add(Request(next(self._ids), tokens, _greedy(1)))
+        self.engine.add(Request(next(self._ids), tokens, greedy(1)))
         self._drain()
 
     def _surprise(self, prompt: Sequence[int], following: Sequence[int], drop: Span | None = None, *, naive: bool = False) -> float:
         """Of the tokens that follow each of the last tokens of a prompt."""
-        self.engine.add(Request(next(self._ids), prompt, _greedy(1), drop=(drop,) if drop else ()))
+        self.engine.add(Request(next(self._ids), prompt, greedy(1), drop=(drop,) if drop else ()))
         [row] = self.engine.answers
         row.scored = []  # every token's logits are wanted
         if naive:
@@ -168,17 +165,15 @@ class Bench:
         for history in histories:
             self._compute(history)
         turns = iter([history + self._new(place) for place, history in enumerate(histories)])
-        told = self._timed(next(turns)).reuse.truncated  # a warm-up
-        assert told is not None
-        events, left = list[TokenEvent](), iter([self._left(place, histories[place], told.ranges) for place in range(1, sizes.repeats + 1)])
+        cut = self._timed(next(turns)).reuse.truncated  # a warm-up
+        assert cut is not None
+        events, left = list[TokenEvent](), iter([self._left(place, histories[place], cut.ranges) for place in range(1, sizes.repeats + 1)])
         runs = {MOVED: lambda: self._clocked(next(turns), events), RECOMPUTED: lambda: self._clocked(next(left), [])}
         samples = interleave(runs, sizes.repeats)
         kept = events[-1].num_prompt_tokens - sizes.new
         case = f"first token of {sizes.new} new ones behind {kept} that are left"
         reused = 100 * statistics.median(event.num_cached_tokens / kept for event in events)
-        name = "tokens that are left, not computed again"
-        good = f">= {LEAST_REUSED:g}"
-        share = Result(name, reused, "%", target=good, met=reused >= LEAST_REUSED) if self._judged else Result(name, reused, "%")
+        share = at_least("tokens that are left, not computed again", reused, "%", LEAST_REUSED if self._judged else None)
         return [compared(case, samples, "ms", ours=MOVED, higher=False, at_least=LEAST_SOONER if self._judged else None), share]
 
     def _history(self, place: int) -> list[int]:
@@ -194,7 +189,7 @@ class Bench:
     def _left(self, place: int, history: Sequence[int], dropped: Sequence[Span]) -> Request:
         """What is left of such a turn as a plain prompt, of a tenant who has nothing in the cache."""
         kept = [token for at, token in enumerate(history) if not any(start <= at < stop for start, stop in dropped)]
-        return Request(next(self._ids), kept + self._new(place), _greedy(1), Tenant(str(place).encode()))
+        return Request(next(self._ids), kept + self._new(place), greedy(1), Tenant(str(place).encode()))
 
     def _clocked(self, asked: list[int] | Request, events: list[TokenEvent]) -> float:
         start = time.perf_counter()
@@ -203,7 +198,7 @@ class Bench:
 
     def _timed(self, asked: list[int] | Request) -> TokenEvent:
         if not isinstance(asked, Request):
-            asked = Request(next(self._ids), asked, _greedy(1), truncation=Truncation())
+            asked = Request(next(self._ids), asked, greedy(1), truncation=Truncation())
         self.engine.add(asked)
         [event] = self._drain()
         return event
@@ -222,18 +217,13 @@ def _spread(moved: Sequence[float], recomputed: Sequence[float]) -> str:
     return f"{statistics.fmean(apart):+.2f} % +- {error:.2f} (standard error); single windows from {min(apart):+.1f} to {max(apart):+.1f} %"
 
 
-def _greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-
-
 def _parser() -> argparse.ArgumentParser:
     about = "Measure truncation: how well and how soon a model goes on when half of a full window is dropped."
     parser = Parser(prog="pando bench truncation", description=about)
     parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
-    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
-    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
-    parser.add_argument("--windows", type=int, default=Sizes.windows, metavar="N", help=f"of the text, evenly spread ({Sizes.windows})")
-    parser.add_argument("--repeats", type=int, default=Sizes.repeats, metavar="N", help=f"of each time; medians count ({Sizes.repeats})")
+    add_device(parser)
+    parser.add_argument("--windows", type=int, metavar="N", help=f"of the text, evenly spread ({Sizes.windows})")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"of each time; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the windows are cut from")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder that has one; also {DATA_VARIABLE}")

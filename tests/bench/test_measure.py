@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pando.bench.measure import Result, as_json, bounded, compared, counted, interleave, line, table, worthwhile
+from pando.bench.measure import Result, as_json, at_most, compared, counted, interleave, line, table, worthwhile
 
 
 def test_runs_take_turns_and_change_direction() -> None:
@@ -45,7 +45,7 @@ def test_one_different_text_is_one_too_many(equal: int, met: bool) -> None:
 
 @pytest.mark.parametrize(("value", "met"), [(96, True), (97, False)])
 def test_a_bound_holds_up_to_itself(value: float, met: bool) -> None:
-    assert bounded("pages", value, "pages", 96).met is met
+    assert at_most("pages", value, "pages", 96).met is met
 
 
 def test_the_table_shows_failure_louder_than_success_and_keeps_the_notes() -> None:

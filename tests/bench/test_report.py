@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pando.bench.client import Failure, Reply
 from pando.bench.load import NOT_SENT, Outcome, Run
-from pando.bench.report import UNFINISHED, as_json, describe, percentile, spread, summarise, sweep
+from pando.bench.measure import percentile
+from pando.bench.report import UNFINISHED, as_json, describe, spread, summarise, sweep
 from pando.bench.traffic import Conversation, Turn
 
 START = 1000.0  # of the run, on its clock

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pando.bench import arguments, plot
+from pando.bench import arguments
 from pando.bench.client import Failed, Reading
 from pando.bench.load import NOT_SENT
 from pando.bench.report import UNFINISHED
@@ -346,7 +346,7 @@ def test_a_picture_is_drawn_of_one_rate_and_of_several(rates: str, bench: Bench,
 def test_a_picture_without_matplotlib_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InvalidOption, match=r"pip install 'pando-llm\[bench\]'"):
-        plot.check(Path("out.svg"))
+        arguments.parser().parse_args(["--plot", "out.svg"])
 
 
 def test_an_interrupted_run_tells_what_it_has(server: FakeServer, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_the_command_runs_without_a_file_writes_its_samples_and_draws(tmp_path: 
 
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="more than 0"):
+    with pytest.raises(InvalidOption, match="--repeats is 0; it must be at least 1"):
         store.main(["--repeats", "0"])
     with pytest.raises(InvalidOption, match="cannot be read as text"):
         store.main(

@@ -3,8 +3,6 @@ what the device can do at best."""
 
 import argparse
 import datetime
-import json
-import os
 import platform
 import re
 import traceback
@@ -20,6 +18,8 @@ from ...engine.costs import Subject, default_cost, device_name, keep_cost
 from ...errors import InvalidOption
 from ...model.load import choose_device
 from ...model.shelf import Shelf
+from ..measure import write_json
+from ..options import above_zero, cores, picture
 from . import calibrate as calibration
 from .bench import Bench
 from .cases import DTYPES, SHORT, Case, read_cases
@@ -63,8 +63,7 @@ def _measure(bench: Bench, cases: Sequence[Case], arguments: argparse.Namespace,
         for case in cases:
             found.append(_outcome(bench, case, peers.get(case.name)))
             print(table.line(found[-1]), flush=True)
-            if arguments.json:  # each time: a long run may be ended from outside
-                arguments.json.write_text(json.dumps(as_json(facts, found), indent=1) + "\n", encoding="utf-8")
+            write_json(arguments.json, as_json(facts, found))  # each time: a long run may be ended from outside
     except KeyboardInterrupt:
         interrupted = True
         print("\nstopped: what was measured until now is kept", flush=True)
@@ -157,20 +156,7 @@ def _heads(arguments: argparse.Namespace, device: torch.device) -> Heads:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Whatever is known to fail after minutes of measuring is refused before."""
-    for flag, value, least in (
-        ("--repeats", arguments.repeats, 1),
-        ("--threads", arguments.threads, 1),
-        ("--page-size", arguments.page_size, 1),
-    ):
-        if value < least:
-            raise InvalidOption(f"{flag} is {value}; it must be at least {least}")
-    for flag, number in (("--bandwidth", arguments.bandwidth), ("--rate", arguments.rate)):
-        if number is not None and not 0 < number < float("inf"):
-            raise InvalidOption(f"{flag} is {number}; it must be above 0")
-    if arguments.plot:
-        from .. import plot
-
-        plot.check(arguments.plot)
+    above_zero(arguments, "repeats", "threads", "page_size", "head_size", "bandwidth", "rate")
     if arguments.calibrate and (arguments.json or arguments.plot or arguments.peers or arguments.match):
         raise InvalidOption("--calibrate measures its own cases and keeps its own file; leave out --json, --plot, --peers and --match")
     if not arguments.calibrate and (arguments.heads or arguments.head_size):
@@ -186,7 +172,6 @@ def _dtype(word: str) -> str:
 
 def _parser() -> Parser:
     parser = Parser(prog="pando bench attention", description=__doc__)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     size = EngineConfig.page_size
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it runs; auto: a GPU if there is one (auto)"
@@ -201,12 +186,12 @@ def _parser() -> Parser:
     parser.add_argument("--dtype", type=_dtype, metavar="NAME", help=f"{', '.join(DTYPES)} (as each case says)")
     parser.add_argument("--page-size", type=int, default=size, metavar="N", help=f"token slots in a page ({size})")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each, of which the median counts ({REPEATS})")
-    parser.add_argument("--threads", type=int, default=cores, metavar="N", help="CPU threads (the cores at hand)")
+    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="CPU threads (the cores at hand)")
     parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the device, for the floor (measured)")
     parser.add_argument("--rate", type=float, metavar="TFLOP/S", help="of the device, for the floor (measured)")
     parser.add_argument("--peers", type=Path, metavar="FILE", help="JSON: microseconds of the best other kernel, by case, to compare with")
     parser.add_argument("--heads", metavar="Q/K", help="with --calibrate: query and key heads (32/8; on a CPU 9/3)")
     parser.add_argument("--head-size", type=int, metavar="N", help="with --calibrate: elements of a head (128; on a CPU 64)")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write the results")
-    parser.add_argument("--plot", type=written_file, metavar="FILE", help="draw them: .svg, .png or .pdf")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw them: .svg, .png or .pdf")
     return parser

@@ -5,15 +5,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_args
 
-import torch
-
-from ...config import Device, DType, EngineConfig, KVDType, Parser, Quantization, written_file
+from ...config import EngineConfig, KVDType, Parser, Quantization, written_file
 from ...engine.costs import device_name
 from ...errors import InvalidOption
 from ...model.load import choose_device, choose_dtype
 from ..attention.clock import FLUSH, Clock, Limits
-from ..measure import machine
+from ..measure import machine, show
+from ..options import above_zero, picture
 from ..random_model import SHAPES, dressed, random_weights
+from ..subject import add_device
 from . import chunk, grid, prompt_cache, relay, steps
 from .report import Draw, Report, draw
 from .setting import Setting
@@ -59,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = parser.parse_args(argv)
     _check(arguments)
     setting = _setting(arguments, " ".join(["pando bench throughput", *argv]))
-    for name, value in setting.report.facts.items():
-        print(f"{name:<16} {value}")
+    show(setting.report.facts)
     interrupted = False
     try:
         for name in arguments.only or TABLES:
@@ -95,7 +94,7 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
     config, weights = random_weights(shape, place, kind, positions, quantization=arguments.quantization)
     model = dressed(shape, config, weights).with_states(arguments.kv_dtype)
     limits = Limits(place, arguments.bandwidth, arguments.rate)
-    facts = machine(torch.get_num_threads(), command)
+    facts = machine(command)
     if not arguments.only or {"hydragen", "steps"} & set(arguments.only):
         name = str(kind).removeprefix("torch.")
         facts |= {"bandwidth TB/s": f"{limits.bandwidth:.3g}", "rate TFLOP/s": f"{limits.rate(name):.3g}"}
@@ -109,17 +108,8 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Whatever is known to fail after minutes of measuring is refused before."""
-    for name in ("steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens"):
-        if getattr(arguments, name) < 1:
-            raise InvalidOption(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
-    for name in ("seconds", "limit", "bandwidth", "rate"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InvalidOption(f"--{name} is {value}; it must be above 0")
-    if arguments.plot:
-        from .. import plot  # a GPU host may lack what it imports
-
-        plot.check(arguments.plot)
+    above_zero(arguments, "steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens")
+    above_zero(arguments, "seconds", "limit", "bandwidth", "rate")
     chunk.check(arguments)
     relay.check(arguments)
 
@@ -130,8 +120,7 @@ def _parser() -> Parser:
     parser = Parser(prog="pando bench throughput", description=f"{__doc__}\n\n{listed}", formatter_class=style, allow_abbrev=False)
     parser.add_argument("--only", action="append", choices=TABLES, metavar="TABLE", help="one of the above; may be repeated (all)")
     parser.add_argument("--shape", choices=SHAPES, help=f"of the random weights ({', '.join(SHAPES)}; {USUAL['cuda']} on a GPU)")
-    parser.add_argument("--device", default=EngineConfig.device, choices=get_args(Device), help="where the model runs (auto)")
-    parser.add_argument("--dtype", default=EngineConfig.dtype, choices=get_args(DType), help="of weights and states (auto)")
+    add_device(parser)
     parser.add_argument("--quantization", default=EngineConfig.quantization, choices=get_args(Quantization), help="of the weights (none)")
     parser.add_argument("--kv-dtype", default=EngineConfig.kv_dtype, choices=get_args(KVDType), help="of the KV cache (auto: as --dtype)")
     parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the device, for the floors (measured)")
@@ -140,7 +129,7 @@ def _parser() -> Parser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, lengths and arrivals (0)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write what is measured, anew with every line")
-    parser.add_argument("--plot", type=written_file, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
     grid.add_options(parser.add_argument_group("hydragen and steps; the modes are also those of relay"))
     relay.add_options(parser.add_argument_group("relay"))
     chunk.add_options(parser.add_argument_group("chunk"))

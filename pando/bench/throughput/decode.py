@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ...engine.engine import Engine
-from ...engine.request import Request, SamplingParams
+from ...engine.request import Request
 from ...errors import PandoError
 from ...model.decoder import Decoder, Pool, Step
 from ...model.load import Model
+from ..trial import greedy
 
 WARM = 4  # steps of all rows that are not counted: kernels are compiled and graphs captured in them
 LEAST = 3  # steps that are counted, however long they take
@@ -76,9 +77,8 @@ class Watch(Protocol):
 def decode(engine: Engine, prompts: Sequence[Sequence[int]], window: Window, watch: Watch) -> Pace:
     """Steps in which every row gets a token. An engine may tell of a step when the next one runs already: only when tokens come is looked
     at. Where steps are captured, those of a kind that is still to be captured do not count: it happens once."""
-    params = SamplingParams(temperature=0, max_tokens=window.asked, ignore_eos=True)
     for row, prompt in enumerate(prompts):
-        engine.add(Request(str(row), prompt, params))
+        engine.add(Request(str(row), prompt, greedy(window.asked)))
     try:
         _full_steps(engine, len(prompts), WARM, watch)
         watch.begin()

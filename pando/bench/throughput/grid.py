@@ -12,11 +12,11 @@ import torch
 from ...config import Attention, EngineConfig
 from ...engine.engine import Engine
 from ...errors import InvalidOption, PandoError
-from ..measure import Result
+from ..measure import Result, at_least, at_most
+from ..options import chosen, whole_numbers
 from ..trial import ask, drawn
 from .decode import WARM, Pace, Watch, Window, decode, watched
-from .options import chosen, whole_numbers
-from .report import at_least, at_most, number, percent, times
+from .report import number, percent, times
 from .setting import FLAT, NONE, SHARED, Setting, engine_config, unattended
 
 if TYPE_CHECKING:

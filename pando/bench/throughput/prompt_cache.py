@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,12 +14,11 @@ import torch
 from ...config import EngineConfig
 from ...engine.graphs import SEEN_WITH_PROMPTS
 from ...engine.llm import LLM
-from ...engine.request import SamplingParams, TokenEvent
+from ...engine.request import TokenEvent
 from ...engine.schemas import Prompt
 from ...errors import PandoError
 from ..measure import Result, compared, interleave
-from ..preload import Willing
-from ..trial import settle
+from ..trial import Willing, first_token, greedy, settle
 from .report import number, times
 from .setting import PREFILL, Setting
 
@@ -127,7 +125,7 @@ class Trial:
         return self._first(COLD, [next(self._fresh) % self.llm.engine.model.config.vocab_size, *tokens[1:]])
 
     def _pool(self) -> float:
-        self._ask(Prompt(self._prompt()))
+        list(self.llm.stream(Prompt(self._prompt()), greedy(1)))
         settle(self.llm.engine)
         return self._first(POOL, Prompt(self._prompt()))
 
@@ -144,15 +142,8 @@ class Trial:
     def _first(self, where: str, prompt: Prompt | list[int]) -> float:
         if self.llm.engine.model.device.type == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
-        events = self.llm.stream(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        self.last[where] = next(events)
-        ms = 1e3 * (time.perf_counter() - start)
-        list(events)
+        ms, self.last[where] = first_token(self.llm, prompt)
         return ms
-
-    def _ask(self, prompt: Prompt) -> None:
-        list(self.llm.stream(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
 
     def _prompt(self) -> str:
         return f'<prompt schema="bench">{self._imports} {self._text(NEW - 1)}</prompt>'

@@ -12,11 +12,11 @@ import torch
 from ...config import Attention
 from ...engine.engine import Engine
 from ...errors import InvalidOption, PandoError
-from ..measure import Result
+from ..measure import Result, at_least
+from ..options import chosen, numbers, whole_numbers
 from ..traffic import read_lengths
 from ..trial import drawn
-from .options import chosen, rates, whole_numbers
-from .report import at_least, number
+from .report import number
 from .service import Job, Served, jobs_of, lengths_of, serve, warm
 from .setting import FLAT, SHARED, Setting, engine_config
 
@@ -58,7 +58,7 @@ def add_options(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--requests", type=int, default=1000, metavar="N", help="of the batch job, more than rows, and at each rate (1000)")
     to.add_argument("--rows", type=int, default=256, metavar="N", help="that run at the same time (256)")
     arriving = "requests per second that arrive at the service, ascending; it ends with the first that is too many (8,16,24,32,48,64,96)"
-    to.add_argument("--arrivals", type=rates, default=[8, 16, 24, 32, 48, 64, 96], metavar="R,R,...", help=arriving)
+    to.add_argument("--arrivals", type=numbers(), default=[8, 16, 24, 32, 48, 64, 96], metavar="R,R,...", help=arriving)
     limit = "ms for each token of an answer, on average, that are still bearable (100)"
     to.add_argument("--limit", type=float, default=100.0, metavar="MS", help=limit)
 

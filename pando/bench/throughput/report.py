@@ -1,12 +1,11 @@
 """What `pando bench throughput` found: lines, printed as they are measured, JSON, written with each of them, and a picture."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..measure import Result, line, table
+from ..measure import Result, line, table, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +73,13 @@ class Report:
         return "  ".join(cell.rjust(max(WIDTH, len(head))) for cell, head in zip(cells, self._heads, strict=True)).rstrip()
 
     def _write(self) -> None:
-        if self.file is not None:
-            found = {
-                "machine": dict(self.facts),
-                "tables": {name: [one.as_json() for one in lines] for name, lines in self.tables.items()},
-                "results": [asdict(result) for result in self.results],
-                "skipped": [asdict(one) for one in self.skipped],
-            }
-            self.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = {
+            "machine": dict(self.facts),
+            "tables": {name: [one.as_json() for one in lines] for name, lines in self.tables.items()},
+            "results": [asdict(result) for result in self.results],
+            "skipped": [asdict(one) for one in self.skipped],
+        }
+        write_json(self.file, found)
 
 
 def draw(report: Report, ways: Mapping[str, Draw], title: str, file: Path) -> None:
@@ -115,16 +113,3 @@ def times(value: float | None) -> str:
 
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
-
-
-def at_least(case: str, value: float, unit: str, least: float | None, note: str = "") -> Result:
-    """None: nothing was promised."""
-    if least is None:
-        return Result(case, value, unit, note=note)
-    return Result(case, value, unit, target=f">= {least:g}", met=value >= least, note=note)
-
-
-def at_most(case: str, value: float, unit: str, most: float | None, note: str = "") -> Result:
-    if most is None:
-        return Result(case, value, unit, note=note)
-    return Result(case, value, unit, target=f"<= {most:g}", met=value <= most, note=note)

@@ -13,8 +13,9 @@ from typing import Any
 
 from ...engine.engine import Engine
 from ...engine.graphs import SIZES
-from ...engine.request import Request, SamplingParams
+from ...engine.request import Request
 from ..traffic import Lengths, arrivals, read_lengths
+from ..trial import greedy
 
 PROMPTS = (4, 23, 112, 423, 1024)  # tokens of ShareGPT's prompts: the fewest, the quartiles, and the most
 ANSWERS = (4, 27, 146, 359, 1024)  # the same of its answers, but for the last hundredth, which is longer
@@ -70,7 +71,7 @@ def serve(engine: Engine, jobs: Sequence[Job], *, tail: bool = True, weighed: bo
         while coming and coming[0].arrival <= now:
             job, name = coming.popleft(), str(len(asked))
             asked[name] = job
-            engine.add(Request(name, job.prompt, SamplingParams(temperature=0, max_tokens=job.answer, ignore_eos=True)))
+            engine.add(Request(name, job.prompt, greedy(job.answer)))
         if not engine.has_work:
             time.sleep(coming[0].arrival - now)
             continue

@@ -10,11 +10,11 @@ import torch
 
 from ...engine.engine import Engine
 from ...errors import PandoError
-from ..measure import Result
+from ..measure import Result, at_most
 from ..trial import drawn
 from .decode import WARM, Pace, Window, decode, watched
 from .grid import room
-from .report import at_most, number, percent, times
+from .report import number, percent, times
 from .setting import Setting, engine_config
 
 if TYPE_CHECKING:
