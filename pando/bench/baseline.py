@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidOption
+from .random_model import SHAPES, byte_vocabulary
 
 PROBE_TOKENS = 8
 HOPELESS = 3  # a dtype this many times slower than another is not measured further
@@ -26,6 +27,11 @@ def library() -> Any:
     except ImportError as error:
         raise InvalidOption("the benchmark compares with transformers, which is not installed; pip install 'pando-llm[bench]'") from error
     return transformers
+
+
+def quiet() -> None:
+    library().logging.set_verbosity_error()
+    library().logging.disable_progress_bar()
 
 
 class Baseline:
@@ -132,18 +138,13 @@ def usable(directory: Path, prompt: Sequence[int]) -> list[Baseline]:
 
 def write_random_model(directory: Path) -> None:
     """SmolLM2-135M in all but what it learnt, with a tokenizer of 256 bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+    hidden, layers, heads, kv_heads, size, wide, vocab, base = SHAPES["smollm2-135m"]
     config = library().LlamaConfig(
-        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
-        max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32",
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=size, intermediate_size=wide, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=2, dtype="float32", rope_parameters={"rope_type": "default", "rope_theta": base},
     )  # fmt: skip
     torch.manual_seed(0)
     library().LlamaForCausalLM(config).save_pretrained(str(directory))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    byte_vocabulary().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8192}), encoding="utf-8")

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..config import CodecName
-from ..engine.engine import Engine
-from ..engine.row import Schedule
-from ..engine.sampler import Choices
 from ..model.load import Model
+from .judge import Listener
 from .measure import Result
+from .rounding import distance
 from .trial import Size, ask, opened
 from .workloads import prefix
 
@@ -28,17 +27,6 @@ class Reading:
 QUICK = Reading(context=64, following=4)
 
 
-class _Listener(Engine):
-    """Keeps the logits by which the next token is chosen."""
-
-    heard: list[Tensor]
-
-    def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
-        if len(logits):
-            self.heard.append(logits[-1].to("cpu", torch.float32, copy=True))
-        return super()._sample(schedule, logits)
-
-
 @dataclass(frozen=True)
 class Heard:
     scores: Tensor  # log of the probabilities of each next token [N, V]
@@ -49,7 +37,7 @@ class Heard:
 def compare_codecs(model: Model, text: str, reading: Reading, folder: Path) -> list[Result]:
     tokens = prefix(model.tokenizer.encode, text, reading.context + reading.following)
     exact = _heard(model, tokens, reading, None, "none").scores
-    return [_distance(name, _heard(model, tokens, reading, folder / name, name), exact) for name in CODECS]
+    return [_result(name, _heard(model, tokens, reading, folder / name, name), exact) for name in CODECS]
 
 
 def _heard(model: Model, tokens: list[int], reading: Reading, folder: Path | None, codec: CodecName) -> Heard:
@@ -61,19 +49,18 @@ def _heard(model: Model, tokens: list[int], reading: Reading, folder: Path | Non
         ask(engine, [tokens[: reading.context]])
         engine.close()
         kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and "sqlite" not in file.name)
-    listener = opened(model, size, folder, codec=codec, kind=_Listener)
-    assert isinstance(listener, _Listener)
+    listener = opened(model, size, folder, codec=codec, kind=Listener)
+    assert isinstance(listener, Listener)
     scores, loaded = [], 0
     for end in range(reading.context + 1, len(tokens) + 1):  # one by one, so that all of them are behind what was loaded
         listener.heard = []
         loaded += sum(ask(listener, [tokens[:end]]).tiers.values())
-        scores.append(listener.heard[-1].double().log_softmax(-1))
+        scores.append(listener.heard[-1][-1].cpu().double().log_softmax(-1))
     listener.close()
     return Heard(torch.stack(scores), loaded, kept)
 
 
-def _distance(name: str, found: Heard, exact: Tensor) -> Result:
-    divergence = float((exact.exp() * (exact - found.scores)).sum(-1).mean())
-    agreed = float((exact.argmax(-1) == found.scores.argmax(-1)).float().mean())
-    note = f"same top token {agreed:.1%} of {len(exact)}, {found.loaded} tokens loaded, {found.kept / max(found.loaded, 1):.0f} bytes each"
-    return Result(f"KL of the next token, codec {name}", divergence, "nats", note=note)
+def _result(name: str, found: Heard, exact: Tensor) -> Result:
+    return distance(
+        f"codec {name}", found.scores, exact, f"{found.loaded} tokens loaded, {found.kept / max(found.loaded, 1):.0f} bytes each"
+    )

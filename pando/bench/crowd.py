@@ -270,7 +270,7 @@ class Crowd:
 
     # ---- sending
 
-    async def _post(self, tenant: str, kind: str, path: str, body: dict[str, object], allowed: Set[int] = frozenset({200})) -> Heard | None:
+    async def _post(self, tenant: str, kind: str, path: str, body: dict[str, object], allowed: Set[int] = FINE) -> Heard | None:
         return await self._send(tenant, kind, path, lambda http: send(http, Ask(kind, path, body)), allowed)
 
     async def _send(self, who: str, kind: str, path: str, how: How, allowed: Set[int] = FINE) -> Heard | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..config import Parser, written_file
 from ..errors import InvalidOption
 from . import PARTS, cases
-from .baseline import library, write_random_model
+from .baseline import quiet, write_random_model
 from .measure import Result, finish, machine, show, told
 from .options import above_zero, cores
 from .subject import add_name
@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     names = [name for name in arguments.only or CASES if not (arguments.random_weights and name in NEEDS_REAL_WEIGHTS)]
     if not names:
         raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")
-    library().logging.set_verbosity_error()
-    library().logging.disable_progress_bar()
+    quiet()
     with ExitStack() as stack:
         model = arguments.model
         if arguments.random_weights:

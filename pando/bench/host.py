@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..errors import InvalidOption, PandoError
-from .baseline import library, write_random_model
+from .baseline import quiet, write_random_model
 
 STOP_SECONDS = 60.0
 SHOWN = 2000  # characters of the log of a server that has ended
@@ -54,17 +54,15 @@ def vitals(pid: int) -> Vitals:
 @contextmanager
 def chosen(model: str, random_weights: bool) -> Iterator[tuple[str, list[str]]]:
     """The model to serve, and the options that it needs: one with random weights has no chat template."""
-    with ExitStack() as stack:
-        if not random_weights:
-            yield model, []
-            return
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="pando-bench-")))
-        library().logging.set_verbosity_error()
-        library().logging.disable_progress_bar()
-        write_random_model(folder)
-        template = folder / "template.jinja"
+    if not random_weights:
+        yield model, []
+        return
+    with TemporaryDirectory(prefix="pando-bench-") as folder:
+        quiet()
+        write_random_model(Path(folder))
+        template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE, encoding="utf-8")
-        yield str(folder), ["--chat-template", str(template)]
+        yield folder, ["--chat-template", str(template)]
 
 
 @contextmanager

@@ -4,8 +4,9 @@ The plain prompt is answered greedily. Then each way of making the prompt is led
 distribution of every next token is held against the plain one's.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import count
 
 import torch
@@ -46,14 +47,7 @@ class Distance:
     foreign: int = 0  # module tokens that had been encoded in another context, those included
 
     def __add__(self, other: "Distance") -> "Distance":
-        return Distance(
-            self.tokens + other.tokens,
-            self.divergence + other.divergence,
-            self.agreed + other.agreed,
-            self.surprise + other.surprise,
-            self.repaired + other.repaired,
-            self.foreign + other.foreign,
-        )
+        return Distance(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def kl(self) -> float:
@@ -65,7 +59,7 @@ class Distance:
 
     @property
     def perplexity(self) -> float:
-        return float(torch.tensor(self.surprise / self.tokens).exp())
+        return math.exp(self.surprise / self.tokens)
 
 
 class Listener(Engine):

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
+from .client import PATHS, Message
 from .traffic import VOCABULARY
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT = PATHS["chat"], PATHS["completions"]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -19,7 +20,6 @@ JSON = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA
 NESTED = 100_000  # brackets
 
 Credential = Literal["own", "none", "wrong"]
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..model.weights import LayerWeights, Norm, Weights
 
 SPREAD = 0.02
 SHAPES = {  # hidden size, layers, heads, KV heads, size of a head, intermediate size, vocabulary, base of the rotations
-    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152, 1e4),
+    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152, 1e5),
     "llama-2-7b": (4096, 32, 32, 32, 128, 11008, 32000, 1e4),
     "llama-2-13b": (5120, 40, 40, 40, 128, 13824, 32000, 1e4),
     "llama-3-8b": (4096, 32, 32, 8, 128, 14336, 128256, 5e5),
@@ -29,7 +29,8 @@ def random_model(
 def dressed(shape: str, config: ModelConfig, weights: Weights, *, compiled: bool = True) -> Model:
     """A model with these weights, and a tokenizer that knows bytes."""
     kind, place = weights.embed.dtype, weights.embed.device
-    return assembled(config, weights, byte_tokenizer(), b"random " + shape.encode(), kind, place, compiled=compiled)
+    tokenizer = Tokenizer(byte_vocabulary().to_str(), {}, [], None)
+    return assembled(config, weights, tokenizer, b"random " + shape.encode(), kind, place, compiled=compiled)
 
 
 def random_weights(shape: str, place: device, kind: dtype, positions: int, *, quantization: str = "none") -> tuple[ModelConfig, Weights]:
@@ -60,9 +61,9 @@ def random_weights(shape: str, place: device, kind: dtype, positions: int, *, qu
     return config, Weights(weight(vocab, hidden), None, None, each, norm(), weight(vocab, hidden), None)
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_vocabulary() -> Vocabulary:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Vocabulary(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    return Tokenizer(library.to_str(), {}, [], None)
+    return library

@@ -38,7 +38,11 @@ def compare_fp8(model: Model, load: Callable[[str], Model], text: str, passage: 
     exact = _scores(model, tokens, passage)
     following = torch.tensor(tokens[-passage.judged :])
     plain = Result("perplexity, as it is", _perplexity(exact, following), "", note=f"of {passage.judged} tokens behind {passage.before}")
-    return [plain, *(_distance(name, _scores(each, tokens, passage), exact, following) for name, each in _kinds(model, load))]
+    results = [plain]
+    for name, each in _kinds(model, load):
+        found = _scores(each, tokens, passage)
+        results.append(distance(f"fp8: {name}", found, exact, f"perplexity {_perplexity(found, following):.3f}"))
+    return results
 
 
 def _kinds(model: Model, load: Callable[[str], Model]) -> Iterator[tuple[str, Model]]:
@@ -78,11 +82,12 @@ def _scores(model: Model, tokens: list[int], passage: Passage) -> Tensor:
     return model.decoder.forward(step, pool).cpu().double().log_softmax(-1)
 
 
-def _distance(name: str, found: Tensor, exact: Tensor, following: Tensor) -> Result:
+def distance(name: str, found: Tensor, exact: Tensor, note: str) -> Result:
+    """Of logarithms of what is expected, [N, V]."""
     divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
     agreed = float((exact.argmax(-1) == found.argmax(-1)).float().mean())
-    note = f"same top token {agreed:.1%} of {len(exact)}, perplexity {_perplexity(found, following):.3f}"
-    return Result(f"KL of the next token, fp8: {name}", divergence, "nats", note=note)
+    note = f"same top token {agreed:.1%} of {len(exact)}, {note}"
+    return Result(f"KL of the next token, {name}", divergence, "nats", note=note)
 
 
 def _perplexity(scores: Tensor, following: Tensor) -> float:

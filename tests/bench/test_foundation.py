@@ -6,6 +6,7 @@ import pytest
 
 from pando.bench import foundation
 from pando.bench.measure import Result
+from pando.errors import InvalidOption
 
 
 @pytest.fixture
@@ -14,8 +15,7 @@ def quick_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"decode": Result("decode", 40.0, "tokens/s", 20.0, 2.0, ">= 1.6x", True), "pages": Result("pages", 96, "pages")}
     monkeypatch.setattr(foundation, "CASES", {name: lambda setting, result=result: [result] for name, result in found.items()})
     monkeypatch.setattr(foundation.cases, "prepare", lambda *_: SimpleNamespace(facts=lambda: {"Pando runs in": "float32"}))
-    silent = SimpleNamespace(set_verbosity_error=lambda: None, disable_progress_bar=lambda: None)
-    monkeypatch.setattr(foundation, "library", lambda: SimpleNamespace(logging=silent))
+    monkeypatch.setattr(foundation, "quiet", lambda: None)
 
 
 @pytest.mark.usefixtures("quick_cases")
@@ -31,3 +31,11 @@ def test_each_result_is_told_as_soon_as_it_is_known_and_the_table_at_the_end(cap
 def test_small_sizes_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     foundation.main(["--quick"])
     assert "1.6x" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--repeats", "--threads", "--chats", "--system-tokens", "--ppl-tokens"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+@pytest.mark.usefixtures("quick_cases")
+def test_sizes_of_nothing_are_refused_and_do_not_stand_for_the_usual_ones(option: str, value: str) -> None:
+    with pytest.raises(InvalidOption, match=f"{option} is {value}; it must be at least 1"):
+        foundation.main([option, value])
