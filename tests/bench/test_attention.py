@@ -5,7 +5,8 @@ import json
 import math
 import random
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pando.bench.attention.calibrate import Sample, fit, lost, pays
 from pando.bench.attention.cases import Case, Part, read_cases
 from pando.bench.attention.clock import Clock, Limits, Work, floor_us, relay_formula, work_of
 from pando.bench.attention.levels import ByLevels
-from pando.bench.attention.report import Measured, Skipped, Table, as_json, geometric_mean, read_peers, summary
+from pando.bench.attention.report import Measured, Skipped, Table, as_json, read_peers, summary
 from pando.bench.attention.scene import Scene
 from pando.bench.attention.suites import SUITES, Heads, beams, single, tree
 from pando.engine.costs import Subject, cost_of, device_name, keep_cost
@@ -74,7 +75,7 @@ def test_a_file_may_hold_one_case_or_several(tmp_path):
     [case] = read_cases(file_of(tmp_path, GIVEN))
     assert case == Case("a fork", 9, 3, 16, "float32", (Part(None, 40), Part(0, 5), Part(0, 17)), (1, 2, 2))
     assert read_cases(file_of(tmp_path, [GIVEN, {**GIVEN, "name": "b"}])) == [case, replace(case, name="b")]
-    assert read_cases(file_of(tmp_path, case.as_json())) == [case]
+    assert read_cases(file_of(tmp_path, asdict(case))) == [case]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def quick(monkeypatch):
 
 @pytest.mark.usefixtures("quick")
 def test_the_command_prints_a_line_for_each_case_and_writes_json(tmp_path, capsys):
-    cases = file_of(tmp_path, [GIVEN, CASES[0].as_json()])
+    cases = file_of(tmp_path, [GIVEN, asdict(CASES[0])])
     peers = tmp_path / "peers.json"
     peers.write_text(json.dumps({CASES[0].name: 1e6}))
     out = tmp_path / "out.json"
@@ -341,6 +342,7 @@ def test_a_plot_is_drawn(tmp_path):
         ("--repeats 0", "--repeats is 0"),
         ("--threads 0", "--threads is 0"),
         ("--page-size 0", "--page-size is 0"),
+        ("--calibrate --head-size 0", "--head-size is 0"),
         ("--bandwidth 0", "--bandwidth is 0.0; it must be above 0"),
         ("--rate nan", "--rate is nan"),
         ("--dtype int8", "'int8' is not one of"),

@@ -117,13 +117,6 @@ class Case:
         shared = sum(len(rows) * part.tokens for rows, part in zip(self.readers, self.segments, strict=True) if len(rows) > 1)
         return shared / self.read_tokens
 
-    def as_json(self) -> dict[str, object]:
-        segments = [{"parent": part.parent, "tokens": part.tokens} for part in self.segments]
-        return {
-            "name": self.name, "hq": self.hq, "hkv": self.hkv, "d": self.d, "dtype": self.dtype, "segments": segments,
-            "rows": list(self.rows),
-        }  # fmt: skip
-
 
 def _check_heads(case: Case) -> None:
     if not case.name or len(case.name) > LONGEST_NAME:

@@ -38,9 +38,10 @@ class Clock:
     _dirt: list[Tensor] = field(default_factory=list)  # that memory, once it is needed
 
     def medians(self, runs: Mapping[str, Run]) -> dict[str, Timing]:
-        """All runs in turn, each after a warm-up."""
+        """Each after a warm-up; on a CPU in turns. A GPU does not drift: there each is repeated by itself, and finds the code and the
+        tables of addresses that the run before it has left."""
         if self.device.type == "cuda":
-            return self._on_gpu(runs)
+            return {name: self._replayed(run) for name, run in runs.items()}
         for run in runs.values():
             run()
         samples = interleave({name: partial(self._on_cpu, run) for name, run in runs.items()}, self.repeats)
@@ -75,10 +76,6 @@ class Clock:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-
-    def _on_gpu(self, runs: Mapping[str, Run]) -> dict[str, Timing]:
-        """One after the other: a GPU does not drift, and a run finds the code and the tables of addresses of the one before it."""
-        return {name: self._replayed(run) for name, run in runs.items()}
 
     def _replayed(self, run: Run) -> Timing:
         graph = _captured(run)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 
 from ...errors import InvalidOption
 
@@ -104,10 +105,6 @@ def number(value: float | None) -> str:
 
 def times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def summary(found: Sequence[Measured]) -> list[str]:

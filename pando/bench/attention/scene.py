@@ -84,9 +84,3 @@ class Scene:
                 reads.append(Read(self.slots(index), self.case.first[index], mine, torch.zeros_like(mine)))
         at = self.positions[rows].to(self.device)
         return reference.attend(self.q[rows].double(), self.k, self.v, reads, at, self.geometry)
-
-
-def relative_error(found: Tensor, right: Tensor) -> float | None:
-    """None where something is not a number."""
-    error = float((found.double() - right).norm() / right.norm())
-    return error if torch.isfinite(found).all() else None
