@@ -1,5 +1,6 @@
 """`pando bench throughput`: that it measures what it says; how fast anything is, no test can say."""
 
+import argparse
 import json
 import math
 import statistics
@@ -435,6 +436,13 @@ def test_a_table_that_breaks_costs_no_other(tmp_path: Path, monkeypatch: pytest.
     found = json.loads(file.read_text())
     assert [one["reason"] for one in found["skipped"]] == ["RuntimeError: the device fell off"] and len(found["tables"]["steps"]) == 2
     assert "FAILED: RuntimeError: the device fell off" in capsys.readouterr().out
+
+
+def test_what_is_wrong_with_a_table_that_is_not_measured_is_no_matter() -> None:
+    given = argparse.Namespace(only=["chunk"], modes=["none"], scenarios=[relay.JOB], requests=100, rows=256, lengths=Path("nowhere.csv"))
+    relay.check(given)
+    with pytest.raises(InvalidOption):
+        relay.check(argparse.Namespace(**{**vars(given), "only": None}))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ...config import EngineConfig
 from ...engine.engine import Engine
-from ...errors import InvalidOption, PandoError
+from ...errors import InvalidOption
 from ..measure import Result, at_least
 from ..options import numbers, whole_numbers
 from ..trial import drawn
@@ -68,14 +67,8 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
     setting.report.begin(TABLE, about, HEADS)
     found: list[Crowd] = []
     for mode in MODES:
-
-        def work(engine: Engine, mode: str = mode) -> list[Crowd]:
-            return _crowds(setting, arguments, mode, engine)
-
-        try:
-            found += setting.lend(engine_config("shared", rows, reuse=mode == SHARED), work)
-        except (PandoError, torch.OutOfMemoryError) as error:
-            setting.report.skip(mode, error)
+        config = engine_config("shared", rows, reuse=mode == SHARED)
+        found += setting.attempt(mode, config, partial(_crowds, setting, arguments, mode)) or []
     if found:
         setting.report.promise(promises(found, setting.judged))
 

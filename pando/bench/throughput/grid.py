@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 
 from ...config import Attention, EngineConfig
 from ...engine.engine import Engine
-from ...errors import InvalidOption, PandoError
+from ...errors import InvalidOption
 from ..measure import Result, at_least, at_most
 from ..options import chosen, whole_numbers
 from ..trial import ask, drawn
@@ -127,16 +128,12 @@ def _paces(setting: Setting, modes: Sequence[str], batch: int, prefix: int, wind
     found = {}
     for mode in modes:
         model, watch = watched(unattended(setting.model) if mode == NONE else setting.model)
-
-        def work(engine: Engine, watch: Watch = watch) -> Pace:
-            return behind(engine, batch, prefix, window, setting.seed, watch)
-
-        try:
-            with watch.watching():
-                config = engine_config(MODES[mode], batch, tokens=room(batch, prefix, window))
-                found[mode] = setting.lend(config, work, model=model)
-        except (PandoError, torch.OutOfMemoryError) as error:
-            setting.report.skip(f"{batch} rows behind {prefix}, {mode}", error)
+        config = engine_config(MODES[mode], batch, tokens=room(batch, prefix, window))
+        work = partial(behind, batch=batch, prefix=prefix, window=window, seed=setting.seed, watch=watch)
+        with watch.watching():
+            pace = setting.attempt(f"{batch} rows behind {prefix}, {mode}", config, work, model=model)
+        if pace is not None:
+            found[mode] = pace
     return found
 
 

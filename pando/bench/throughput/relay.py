@@ -4,14 +4,13 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...config import Attention
 from ...engine.engine import Engine
-from ...errors import InvalidOption, PandoError
+from ...errors import InvalidOption
 from ..measure import Result, at_least
 from ..options import chosen, numbers, whole_numbers
 from ..traffic import read_lengths
@@ -64,7 +63,9 @@ def add_options(to: argparse._ArgumentGroup) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    if "relay" in (arguments.only or ()) and not set(arguments.modes) & set(MODES):
+    if arguments.only and "relay" not in arguments.only:
+        return
+    if arguments.only and not set(arguments.modes) & set(MODES):
         raise InvalidOption("--modes has none of shared and flat, and relay measures no other; give one of them")
     if JOB in arguments.scenarios and arguments.requests <= arguments.rows:
         said = f"--requests is {arguments.requests} and --rows {arguments.rows}"
@@ -93,16 +94,9 @@ Scenario = Callable[[Setting, argparse.Namespace, str, Engine], list[Load]]
 def _each_mode(setting: Setting, arguments: argparse.Namespace, scenario: Scenario) -> list[Load]:
     found: list[Load] = []
     for mode, attention in MODES.items():
-        if mode not in arguments.modes:
-            continue
-
-        def work(engine: Engine, mode: str = mode) -> list[Load]:
-            return scenario(setting, arguments, mode, engine)
-
-        try:
-            found += setting.lend(engine_config(attention, arguments.rows), work)
-        except (PandoError, torch.OutOfMemoryError) as error:
-            setting.report.skip(mode, error)
+        if mode in arguments.modes:
+            config = engine_config(attention, arguments.rows)
+            found += setting.attempt(mode, config, partial(scenario, setting, arguments, mode)) or []
     return found
 
 

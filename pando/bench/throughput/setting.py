@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...config import Attention, EngineConfig
 from ...engine.engine import Engine
+from ...errors import PandoError
 from ...kernels.fp8 import Weight
 from ...kernels.ops import Apply
 from ...kv.pool import PagePool
@@ -55,6 +56,14 @@ class Setting:
             return work(_ready(model or self.model, config))
         finally:
             self.settle_memory()
+
+    def attempt(self, what: str, config: EngineConfig, work: Callable[[Engine], T], *, model: Model | None = None) -> T | None:
+        """The same; what does not fit is skipped, and said."""
+        try:
+            return self.lend(config, work, model=model)
+        except (PandoError, torch.OutOfMemoryError) as error:
+            self.report.skip(what, error)
+            return None
 
     def settle_memory(self) -> None:
         """What engines before have left is given back to the device."""
