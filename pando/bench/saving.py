@@ -48,11 +48,13 @@ class Saving:
         engines = {ON: opened(self.model, self._size, self.folder, host=host), OFF: opened(self.model, self._size, None)}
         results = []
         for case, measured in ((f"prompts of {self.work.prompt} tokens", self._prefill), (f"{self.work.rows} answers", self._decode)):
+            before = self._stored(engines[ON])
             for engine in engines.values():
                 measured(engine)
             runs: dict[str, Callable[[], float]] = {name: partial(measured, engine) for name, engine in engines.items()}
             self.behind.clear()
-            results.append(self._compared(case, interleave(runs, self.work.pairs), engines[ON]))
+            samples = interleave(runs, self.work.pairs)
+            results.append(self._compared(case, samples, before, self._stored(engines[ON])))
         engines[ON].close()
         return results
 
@@ -78,11 +80,15 @@ class Saving:
     def _drawn(self, tokens: int) -> list[int]:
         return drawn(self.model, f"saving {next(self._numbers)}", tokens)
 
-    def _compared(self, case: str, samples: dict[str, list[float]], engine: Engine) -> Result:
-        """In pairs, since the machine's moods are larger than what is looked for."""
+    def _stored(self, engine: Engine) -> tuple[int, int]:
+        """Pages that were saved, and those that were not."""
         facts = engine.stats().store
         assert facts is not None
-        note = f"saving went on for {1000 * statistics.median(self.behind):.0f} ms; {facts.saved.get('disk', 0)} pages saved, "
-        note += f"{sum(facts.unsaved.values())} not"
+        return facts.saved.get("disk", 0), sum(facts.unsaved.values())
+
+    def _compared(self, case: str, samples: dict[str, list[float]], before: tuple[int, int], after: tuple[int, int]) -> Result:
+        """In pairs, since the machine's moods are larger than what is looked for."""
+        saved, unsaved = (now - then for then, now in zip(before, after, strict=True))
+        note = f"saving went on for {1000 * statistics.median(self.behind):.0f} ms; {saved} pages saved, {unsaved} not"
         least = AT_LEAST if self.judged else None
         return paired(f"{case}, with a store", samples, "tokens/s", ours=ON, theirs=OFF, at_least=least, note=note)

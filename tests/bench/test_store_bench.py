@@ -182,6 +182,7 @@ def test_saving_is_measured_beside_not_saving(model: Model, tmp_path: Path) -> N
     assert [result.target for result in results] == [">= 0.97x"] * 2
     assert all({len(each) for each in result.samples.values()} == {saving.QUICK.pairs} for result in results)
     assert " 6 pages saved, 0 not" in results[0].note  # two prompts of one page, thrice
+    assert " 0 pages saved, 0 not" in results[1].note  # 24 tokens are not a page, and what the prompts left is told above
 
 
 def test_rounding_takes_less_and_is_told_from_exact(model: Model, tmp_path: Path) -> None:
