@@ -94,7 +94,6 @@ class Outcome:
     total: Busy = field(default_factory=Busy)
     steps: int = 0  # of the machine
     taken: int = 0  # of the scheduler: fewer, where several were taken at once
-    preemptions: int = 0
     unsaved: int = 0  # pages
 
 
@@ -147,7 +146,6 @@ class Replay:
         finally:
             if collects:
                 gc.enable()
-        self.outcome.preemptions = self.scheduler.preemptions
         self.outcome.unsaved = sum(self.store.counts.unsaved.values()) if self.store is not None else 0
         return self.outcome
 

@@ -34,7 +34,7 @@ MACHINES = {
     # tenths of the memory, less the weights.
     "llama-13b": Machine(kv_bytes=819_200, prefill_rate=2100, step=0.027, batch=24, gpus=2, pool=144_000),
     # 80 layers of 8 heads of 128. Section 2.4 has 2K tokens of a 65B model in 360 ms; the step is assumed.
-    "llama-70b": Machine(kv_bytes=327_680, prefill_rate=5280, step=0.04, batch=24, gpus=4, pool=450_000, page=PAGE),
+    "llama-70b": Machine(kv_bytes=327_680, prefill_rate=5280, step=0.04, batch=24, gpus=4, pool=450_000),
 }
 EVERY = 10.0  # seconds between two words on how far a replay is
 PROMISED, NEAR, IN_HOST = 0.86, 0.03, 0.99
@@ -69,8 +69,10 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     if bool(given.file) == bool(given.generate):
         raise InvalidOption("give a trace or --generate sharegpt, and not both")
-    if given.engine and given.plot:
-        raise InvalidOption("--plot draws what was simulated; leave it out, or --engine")
+    if given.engine and any((given.plot, given.host_gib, given.disk_gib, given.warmup, given.jobs)):
+        raise InvalidOption("--plot, --host-gib, --disk-gib, --warmup and --jobs are of what is simulated; leave them out, or --engine")
+    if given.engine and len(given.think_seconds) > 1:
+        raise InvalidOption("--engine takes one pause; give --think-seconds one number")
     machine = _machine(given)
     facts: dict[str, object] = {"command": " ".join(["pando bench trace", *argv]), "machine": asdict(machine)}
     if given.engine:
@@ -300,13 +302,19 @@ def _label(line: Line) -> str:
 def _machine(given: argparse.Namespace) -> Machine:
     machine = MACHINES[given.model or ("llama-13b" if given.generate else "llama-70b")]
     count = given.machines
-    machine = replace(machine, batch=machine.batch * count, gpus=machine.gpus * count, prefill_rate=machine.prefill_rate * count)
-    machine = replace(machine, pool=machine.pool * count, budget=machine.budget * count)
-    machine = replace(machine, host_rate=machine.host_rate * count, disk_rate=machine.disk_rate * count)
-    machine = replace(machine, page=PAGE if given.file else GENERATED_PAGE, window=WINDOW if given.overflow == "move" else None)
-    if given.prefill_rate:
-        machine = replace(machine, prefill_rate=given.prefill_rate)
-    return replace(machine, step=given.step_ms / 1000) if given.step_ms else machine
+    return replace(
+        machine,
+        prefill_rate=given.prefill_rate or machine.prefill_rate * count,
+        step=given.step_ms / 1000 if given.step_ms else machine.step,
+        batch=machine.batch * count,
+        gpus=machine.gpus * count,
+        pool=machine.pool * count,
+        window=WINDOW if given.overflow == "move" else None,
+        page=PAGE if given.file else GENERATED_PAGE,
+        budget=machine.budget * count,
+        host_rate=machine.host_rate * count,
+        disk_rate=machine.disk_rate * count,
+    )
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -104,7 +104,18 @@ def test_the_command_shows_each_policy_in_the_engine_and_simulated(capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "options", [["--plot", "x.svg"], ["--shape", "none"], ["--shares", "1,2"], ["--scale", "0"], ["--sessions", "0.5"]]
+    "options",
+    [
+        ["--plot", "x.svg"],
+        ["--host-gib", "3"],
+        ["--warmup", "4"],
+        ["--jobs", "2"],
+        ["--think-seconds", "1,2"],
+        ["--shape", "none"],
+        ["--shares", "1,2"],
+        ["--scale", "0"],
+        ["--sessions", "0.5"],
+    ],
 )
 def test_what_cannot_be_rehearsed_is_refused(options: list[str]) -> None:
     with pytest.raises((InvalidOption, SystemExit)):
