@@ -20,7 +20,9 @@ FILE = "xquad_en.json"
 TOKENS = 16  # of an answer
 SHARE = 0.15  # of the tokens repaired, for which a bound was promised
 MOST = 0.03  # nats per answer token
+PARAGRAPHS = (1, 4)  # of a prompt
 LEFT_OUT = 2  # paragraphs of a schema
+FEWEST = max(PARAGRAPHS) + LEFT_OUT
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def read_questions(folder: Path) -> list[Paragraph]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         texts = [paragraph for article in raw["data"] for paragraph in article["paragraphs"]]
-        return [Paragraph(each["context"], tuple(one["question"] for one in each["qas"])) for each in texts]
+        return [Paragraph(each["context"], tuple(one["question"] for one in each["qas"])) for each in texts if each["qas"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidOption(f"{file} is not there, or not in SQuAD's form ({type(error).__name__}: {error})") from None
 

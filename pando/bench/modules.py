@@ -19,8 +19,9 @@ from ..engine.graphs import SEEN_WITH_PROMPTS
 from ..engine.llm import LLM
 from ..engine.schemas import Prompt
 from ..engine.words import Words
+from ..errors import InvalidOption
 from ..markup.schema import read_schema
-from .answers import compare_answers, read_questions
+from .answers import FEWEST, PARAGRAPHS, compare_answers, read_questions
 from .measure import Result, at_most, compared, finish, interleave, show, told
 from .options import above_zero, picture
 from .subject import add_model, facts_of, model_of, named
@@ -52,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     above_zero(arguments, "questions", "repeats")
     questions = read_questions(arguments.data) if arguments.data else []
+    if arguments.data and len(questions) < FEWEST:
+        raise InvalidOption(f"--data {arguments.data}: {len(questions)} paragraphs with questions, and a schema takes {FEWEST}; give more")
     model, name, sizes = model_of(arguments), named(arguments), QUICK if arguments.quick else Sizes()
     sizes = replace(sizes, repeats=arguments.repeats or sizes.repeats)
     facts = facts_of(name, model, " ".join(["pando bench modules", *argv]))
@@ -66,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if questions:
         del bench  # its pool is needed
         gc.collect()
-        for paragraphs in (1, 4):
+        for paragraphs in PARAGRAPHS:
             results += told(compare_answers(model, questions, paragraphs, arguments.questions, arguments.seed))
     finish(facts, results, arguments.json)
     return 0
@@ -127,12 +130,10 @@ class Bench:
             ALONE: lambda: first_token(self.llm, self._new())[0],
             COLD: lambda: first_token(self.llm, self._plain(count))[0],
         }
-        runs[MODULAR]()  # a warm-up, and its modules are there
-        if self.llm.engine.model.device.type == "cuda":  # kernels are compiled, and steps captured, when they are first met
-            interleave(runs, WARMED)
-            interleave({name: runs[name] for name in (MODULAR, ALONE)}, SEEN_WITH_PROMPTS)
-        samples = interleave(runs, self.sizes.repeats)
-        return samples, bound.module_tokens
+        on_gpu = self.llm.engine.model.device.type == "cuda"
+        interleave(runs, WARMED if on_gpu else 1)  # kernels are compiled, and steps captured, when they are first met
+        interleave({name: runs[name] for name in (MODULAR, ALONE)}, SEEN_WITH_PROMPTS if on_gpu else 0)
+        return interleave(runs, self.sizes.repeats), bound.module_tokens
 
     def _prompt(self, count: int) -> str:
         return '<prompt schema="bench">' + "".join(f"<m{i}/>" for i in range(count)) + f" {self._text(self.sizes.new)}</prompt>"

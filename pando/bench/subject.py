@@ -4,6 +4,7 @@ import argparse
 from typing import get_args
 
 from ..config import Device, DType, EngineConfig
+from ..errors import InvalidOption
 from ..model.load import Model, choose_device, choose_dtype, load
 from .measure import machine
 from .random_model import SHAPES, random_model
@@ -13,7 +14,7 @@ NAME = EngineConfig.model  # which is also the shape of random weights, if no ot
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     add_name(parser, "a model with random weights; needs no file or network")
-    parser.add_argument("--shape", default=NAME, choices=SHAPES, help=f"of the random weights ({NAME})")
+    parser.add_argument("--shape", choices=SHAPES, help=f"of the random weights ({NAME})")
     add_device(parser)
 
 
@@ -30,12 +31,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def model_of(arguments: argparse.Namespace, quantization: str = "none") -> Model:
     if arguments.random_weights:
         place = choose_device(arguments.device)
-        return random_model(arguments.shape, place, choose_dtype(arguments.dtype, place), quantization=quantization)
+        return random_model(arguments.shape or NAME, place, choose_dtype(arguments.dtype, place), quantization=quantization)
+    if arguments.shape:
+        raise InvalidOption(f"--shape {arguments.shape} is of random weights; give --random-weights, too")
     return load(arguments.model, device=arguments.device, dtype=arguments.dtype, quantization=quantization)
 
 
 def named(arguments: argparse.Namespace) -> str:
-    return f"random weights in the shape of {arguments.shape}" if arguments.random_weights else str(arguments.model)
+    return f"random weights in the shape of {arguments.shape or NAME}" if arguments.random_weights else str(arguments.model)
 
 
 def facts_of(name: str, model: Model, command: str) -> dict[str, str | int]:

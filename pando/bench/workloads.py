@@ -5,12 +5,13 @@ The data is looked for in a folder; without one, the reference text that comes w
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import InvalidOption
 
 DATA_VARIABLE = "PANDO_BENCH_DATA"
+STAND_IN = "Python's reference documentation, as no data folder was found"
 BOOK, ENCYCLOPEDIA, DIALOGUES = "war_and_peace.txt", "wikitext2_raw_validation.txt", "mtbench101.jsonl"
 
 Encode = Callable[[str], list[int]]
@@ -29,17 +30,13 @@ class Texts:
 def gather(text: Path | None, data: Path | None, environ: Mapping[str, str]) -> Texts:
     """The texts of this run: a file the user names, a data folder, or what every Python has."""
     folder = _folder(data, environ)
-    spare = None if folder else _reference()
-    prose = _read(text) if text else _read(folder / BOOK) if folder else spare or ""
-    scored = _read(folder / ENCYCLOPEDIA) if folder else spare or ""
-    prompts = _first_turns(_read(folder / DIALOGUES)) if folder else _topics()
-    stand_in = "Python's reference documentation, as no data folder was found"
-    sources = {
-        "prefix": str(text.name) if text else BOOK if folder else stand_in,
-        "perplexity": ENCYCLOPEDIA if folder else stand_in,
-        "prompts": DIALOGUES if folder else stand_in,
-    }
-    return Texts(prose, scored, prompts, sources)
+    if folder is None:
+        found = Texts(_reference(), _reference(), _topics(), dict.fromkeys(("prefix", "perplexity", "prompts"), STAND_IN))
+    else:
+        book, encyclopedia, dialogues = (_read(folder / name) for name in (BOOK, ENCYCLOPEDIA, DIALOGUES))
+        sources = {"prefix": BOOK, "perplexity": ENCYCLOPEDIA, "prompts": DIALOGUES}
+        found = Texts(book, encyclopedia, _first_turns(folder / DIALOGUES, dialogues), sources)
+    return replace(found, prose=_read(text), sources=found.sources | {"prefix": text.name}) if text else found
 
 
 def _folder(data: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -71,10 +68,17 @@ def _topics() -> tuple[str, ...]:
     return tuple(f"Explain in a few words what {name} means in Python." for name in sorted(topics))
 
 
-def _first_turns(lines: str) -> tuple[str, ...]:
+def _first_turns(file: Path, lines: str) -> tuple[str, ...]:
     """The opening of each dialogue, of a length people type, spread over the file since neighbours are alike."""
-    turns = [json.loads(line)["history"][0]["user"] for line in lines.splitlines() if line.strip()]
+    try:
+        turns = [str(json.loads(line)["history"][0]["user"]) for line in lines.splitlines() if line.strip()]
+    except (ValueError, LookupError, TypeError) as error:
+        raise InvalidOption(
+            f"{file}: not dialogues in JSON lines with a history of user turns ({type(error).__name__}: {error})"
+        ) from error
     fit = list(dict.fromkeys(turn for turn in turns if 20 <= len(turn) <= 300))
+    if not fit:
+        raise InvalidOption(f"{file}: none of {len(turns)} dialogues begins with 20 to 300 characters; give another")
     stride = max(1, len(fit) // 64)
     return tuple(fit[::stride])
 

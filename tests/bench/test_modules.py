@@ -1,6 +1,7 @@
 """`pando bench modules`: that it compares like with like; how fast anything is, no test can say."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -104,3 +105,35 @@ def test_the_command_runs_without_a_file_and_writes_its_samples(tmp_path: Path, 
     assert "first token" in capsys.readouterr().out
     found = json.loads((tmp_path / "m.json").read_text())
     assert {len(result["samples"].get(COLD, [])) for result in found["results"]} <= {0, 2}
+
+
+def test_every_way_has_run_before_it_is_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def turns(runs: Mapping[str, object], repeats: int) -> dict[str, list[float]]:
+        ran.append(repeats if len(runs) == 3 else 0)
+        return {name: [1.0] * repeats for name in runs}
+
+    monkeypatch.setattr(modules, "interleave", turns)
+    bench._timed(1)
+    assert [repeats for repeats in ran if repeats] == [1, QUICK.repeats], "a warm-up of ours alone is no comparison"
+
+
+def test_small_sizes_may_be_repeated_as_often_as_one_likes(tmp_path: Path) -> None:
+    tiny = ["--random-weights", "--shape", "tiny", "--quick", "--device", "cpu", "--dtype", "float32"]
+    assert modules.main([*tiny, "--repeats", "3", "--json", str(tmp_path / "m.json")]) == 0
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert {len(result["samples"][COLD]) for result in found["results"] if result["samples"]} == {3}
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--random-weights", "--shape", "tiny", "--quick", "--device", "cpu", "--dtype", "float32"]
+    with pytest.raises(InvalidOption, match="not in SQuAD's form"):
+        modules.main([*tiny, "--data", str(tmp_path)])
+    few = [{"context": "A.", "qas": [{"question": "Who?"}]}] * 5 + [{"context": "B.", "qas": []}]
+    (tmp_path / "xquad_en.json").write_text(json.dumps({"data": [{"paragraphs": few}]}))
+    with pytest.raises(InvalidOption, match="5 paragraphs with questions, and a schema takes 6"):
+        modules.main([*tiny, "--data", str(tmp_path)])
+    with pytest.raises(InvalidOption, match="give --random-weights, too"):
+        modules.main(["--shape", "tiny"])
+    assert capsys.readouterr().out == ""

@@ -263,7 +263,7 @@ def test_a_server_that_does_not_start_is_told_with_its_reason(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("words", [["--minutes", "0"], ["--clients", "0"], ["--nonsense"]])
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "nan"], ["--timeout", "nan"], ["--clients", "0"], ["--nonsense"]])
 def test_nonsense_is_refused_before_anything_is_started(words):
     with pytest.raises(InvalidOption):
         soak.main(words)

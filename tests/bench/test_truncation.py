@@ -1,6 +1,7 @@
 """`pando bench truncation`: that each way is what it says; how well and how fast anything is, no test can say."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
@@ -116,3 +117,19 @@ def test_too_little_text_and_nonsense_are_refused(tmp_path: Path) -> None:
         Bench(tiny_model(), TOKENS[:100], QUICK, judged=False)
     with pytest.raises(InvalidOption, match="--windows"):
         truncation.main(["--windows", "0"])
+
+
+def test_small_sizes_may_be_repeated_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[truncation.Sizes] = []
+
+    class Seen(Bench):
+        def __init__(self, model: Model, tokens: Sequence[int], sizes: truncation.Sizes, *, judged: bool) -> None:
+            made.append(sizes)
+            raise InvalidOption("seen")
+
+    monkeypatch.setattr(truncation, "load", lambda *given, **options: tiny_model())
+    monkeypatch.setattr(truncation, "Bench", Seen)
+    for given in ([], ["--windows", "3", "--repeats", "4"]):
+        with pytest.raises(InvalidOption, match="seen"):
+            truncation.main(["--quick", *given])
+    assert made == [QUICK, replace(QUICK, windows=3, repeats=4)]

@@ -78,3 +78,20 @@ def test_windows_cover_what_is_asked_for_once() -> None:
     assert windows(range(10), 4, 10) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert windows(range(10), 4, 6) == [[0, 1, 2, 3], [4, 5]]
     assert windows(range(9), 4, 100) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a lone token has nothing before it
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("no JSON", "not dialogues"),
+        ('{"history": []}', "not dialogues"),
+        ('{"history": 3}', "not dialogues"),
+        ('[{"user": "What is the capital of France?"}]', "not dialogues"),
+        ('{"history": [{"user": "Hi"}]}', "none of 1 dialogues begins with 20 to 300 characters"),
+        ("", "none of 0 dialogues"),
+    ],
+)
+def test_a_file_that_holds_no_dialogues_is_refused(folder: Path, lines: str, complaint: str) -> None:
+    (folder / DIALOGUES).write_text(lines)
+    with pytest.raises(InvalidOption, match=complaint):
+        gather(None, folder, {})
