@@ -91,6 +91,12 @@ def chosen(words: Mapping[str, str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder; make it, or name another")
+    return Path(text)
+
+
 def picture(text: str) -> Path:
     """A file that a plot can be written to."""
     file = written_file(text)

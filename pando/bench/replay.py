@@ -353,6 +353,8 @@ def replay(
 ) -> Outcome:
     """Capacities are bytes; a disk of none is no tier."""
     clock, pages = Clock(), {HOST: machine.pages(host), DISK: machine.pages(disk)}
+    if not pages[HOST]:
+        raise InvalidOption(f"{host} bytes of host memory hold no page of {machine.page * machine.kv_bytes}; give more")
     rates = {HOST: machine.host_rate, DISK: machine.disk_rate}
     store = simulated_store(clock, policy, machine.kv_bytes, machine.page, pages, rates, machine.prefill_rate)
     return Replay(machine, conversations, clock, store, tell).run()

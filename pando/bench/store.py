@@ -16,7 +16,7 @@ from ..config import Parser, written_file
 from ..model.load import Model
 from . import codecs, preload, returning, rounding, saving
 from .measure import Result, finish, show, told
-from .options import above_zero, picture
+from .options import above_zero, folder, picture
 from .subject import add_model, facts_of, model_of, named
 from .workloads import gather
 
@@ -78,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
     results: dict[str, list[Result]] = {}
     for name in arguments.only or CASES:
         print(f"\nmeasuring {name} ...", flush=True)
-        with TemporaryDirectory(prefix="pando-bench-", dir=arguments.dir) as folder:
-            results[name] = told(CASES[name](Setting(model, Path(folder), arguments)))
+        with TemporaryDirectory(prefix="pando-bench-", dir=arguments.dir) as place:
+            results[name] = told(CASES[name](Setting(model, Path(place), arguments)))
     finish(facts, [result for found in results.values() for result in found], arguments.json)
     if arguments.plot:
         draw(results, f"{named(arguments)} on {model.device}", arguments.plot)
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bandwidth = "of the tier that stands in for the disk when loads are measured (100; on a GPU they come from host memory instead)"
     parser.add_argument("--bandwidth", type=float, metavar="MB/S", help=bandwidth)
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="where the disk tier is made, and removed at the end (the system's own)")
+    parser.add_argument("--dir", type=folder, metavar="DIR", help="where the disk tier is made, and removed at the end (the system's own)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text to measure rounding by (the documentation of Python)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     spares = "draw the time to the first token, and what loading by layers spares"

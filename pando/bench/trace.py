@@ -198,6 +198,7 @@ def summary(outcome: Outcome, name: str, host: float, disk: float, *, machine: M
     seconds = [turn.prefill for turn in served]
     before = outcome.busy[warm - 1] if warm else Busy()
     hours = (outcome.total.all - before.all) / HOUR
+    computing = outcome.total.prompts - before.prompts  # nothing, if all came with the last turn of the warm-up
     price = machine.gpus * GPU_PRICE + (host * HOST_PRICE + disk * DISK_PRICE) * GIB / 1e9
     return Line(
         policy=name,
@@ -212,7 +213,7 @@ def summary(outcome: Outcome, name: str, host: float, disk: float, *, machine: M
         first_mean=statistics.fmean(seconds),
         first_p95=percentile(sorted(seconds), 0.95),
         waited=statistics.fmean(turn.waited for turn in served),
-        prefill_rate=prompts / (outcome.total.prompts - before.prompts),
+        prefill_rate=prompts / computing if computing else None,
         gpu_hours=hours * machine.gpus,
         cost=hours * price,
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pando.bench import trace
 from pando.bench.conversations import Conversation, Piece, Shape, Turn, read, sharegpt
 from pando.bench.optimum import optimum
-from pando.bench.replay import Machine, Outcome, Replay, endless, recomputed, replay
+from pando.bench.replay import Busy, Machine, Outcome, Replay, Served, endless, recomputed, replay
 from pando.bench.simulated import Clock, simulated_store
 from pando.engine.row import Row
 from pando.engine.scheduler import Scheduler
@@ -136,6 +136,11 @@ def test_a_replay_that_fails_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(InvalidOption):
         recomputed(replace(MACHINE, pool=10), [asks(0, "ab")])
     assert gc.isenabled()
+
+
+def test_host_memory_that_cannot_hold_a_page_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="9 bytes of host memory hold no page"):
+        replay(MACHINE, [asks(0, "ab")], POLICIES["lru"], 9, 0)
 
 
 def test_a_pool_that_cannot_hold_a_request_is_refused() -> None:
@@ -407,6 +412,14 @@ def test_on_a_file_lookahead_is_compared_with_lru_at_the_same_size() -> None:
     shares = (("lookahead", 1, 0.2), ("lru", 1, 0.3), ("lru", 2, 0.1))
     lines = [trace.Line(name, host, 0, None, 9, 0, tokens, 0, 1) for name, host, tokens in shares]
     assert [result.met for result in trace.judged(lines, generated=False)] == [False]
+
+
+def test_turns_that_are_answered_with_the_last_of_the_warm_up_have_no_rate() -> None:
+    together = Busy(1.0, 1.0)
+    outcome = Outcome([Served(8, 0, 0, 0, 0, 0.0, 1.0)] * 2, [together] * 2, Busy(2.0, 1.0))
+    line = trace.summary(outcome, "lru", 1, 0, machine=MACHINE, think=None, warm=1)
+    assert (line.turns, line.prefill_rate) == (1, None)
+    assert trace.shown([line])
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_saving_is_measured_beside_not_saving(model: Model, tmp_path: Path) -> N
     assert [result.target for result in results] == [">= 0.97x"] * 2
     assert all({len(each) for each in result.samples.values()} == {saving.QUICK.pairs} for result in results)
     assert " 6 pages saved, 0 not" in results[0].note  # two prompts of one page, thrice
-    assert " 0 pages saved, 0 not" in results[1].note  # 24 tokens are not a page, and what the prompts left is told above
+    assert " 6 pages saved, 0 not" in results[1].note  # two answers, thrice; and not those of the prompts once more
 
 
 def test_rounding_takes_less_and_is_told_from_exact(model: Model, tmp_path: Path) -> None:
@@ -219,6 +219,8 @@ def test_the_command_runs_without_a_file_writes_its_samples_and_draws(tmp_path: 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="--repeats is 0; it must be at least 1"):
         store.main(["--repeats", "0"])
+    with pytest.raises(InvalidOption, match="no such folder"):
+        store.main(["--dir", str(tmp_path / "nowhere")])
     with pytest.raises(InvalidOption, match="cannot be read as text"):
         store.main(
             ["--random-weights", "--shape", "tiny", "--only", "codec", "--text", str(tmp_path / "nothing.txt"), "--dtype", "float32"]
