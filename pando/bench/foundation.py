@@ -79,7 +79,7 @@ def _parser() -> Parser:
         epilog=f"other benchmarks, each with options of its own:\n{parts}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_name(parser)
+    add_name(parser, "a Llama model")
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: to see that it runs; the numbers mean little")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")

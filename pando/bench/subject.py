@@ -13,14 +13,14 @@ NAME = EngineConfig.model  # which is also the shape of random weights, if no ot
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    add_name(parser, "a model with random weights; needs no file or network")
+    add_name(parser, shape="")
     parser.add_argument("--shape", choices=SHAPES, help=f"of the random weights ({NAME})")
     add_device(parser)
 
 
-def add_name(parser: argparse.ArgumentParser, instead: str = f"one in the shape of {NAME} instead; needs no file or network") -> None:
-    parser.add_argument("--model", default=NAME, help=f"a model by name, directory or file ({NAME})")
-    parser.add_argument("--random-weights", action="store_true", help=instead)
+def add_name(parser: argparse.ArgumentParser, what: str = "a model", shape: str = f"in the shape of {NAME} ") -> None:
+    parser.add_argument("--model", default=NAME, help=f"{what} by name, directory or file ({NAME})")
+    parser.add_argument("--random-weights", action="store_true", help=f"one {shape}with random weights; needs no file or network")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
