@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from .client import Client, Failure, Message, Reply
-from .traffic import Conversation
+from .traffic import MAX_REQUESTS, Conversation
 
 NOT_SENT = "not sent: an earlier turn failed"
 
@@ -78,27 +78,9 @@ class Run:
         return sum(len(conversation.turns) for conversation in self.planned)
 
 
-class Cap:
-    """How many may be in flight. First come, first served."""
-
-    def __init__(self, places: int | None) -> None:
-        self._places = None if places is None else asyncio.Semaphore(places)
-
-    async def enter(self) -> bool:
-        """Whether it had to wait."""
-        waits = self._places is not None and self._places.locked()
-        if self._places is not None:
-            await self._places.acquire()
-        return waits
-
-    def leave(self) -> None:
-        if self._places is not None:
-            self._places.release()
-
-
 async def drive(client: Client, run: Run, concurrency: int | None, tell: Callable[[], None]) -> None:
     """Sends everything planned, and returns when every request has come to its end. `tell` is called at each."""
-    driver = Driver(client, run, Cap(concurrency), tell)
+    driver = Driver(client, run, asyncio.Semaphore(concurrency or MAX_REQUESTS), tell)
     async with asyncio.TaskGroup() as group:
         for number, conversation in enumerate(run.planned):
             wait = driver.start + conversation.arrival - time.perf_counter()
@@ -110,8 +92,8 @@ async def drive(client: Client, run: Run, concurrency: int | None, tell: Callabl
 class Driver:
     """Open between conversations, closed inside each: a turn waits for the answer it replies to."""
 
-    def __init__(self, client: Client, run: Run, cap: Cap, tell: Callable[[], None]) -> None:
-        self._client, self._run, self._cap, self._tell = client, run, cap, tell
+    def __init__(self, client: Client, run: Run, places: asyncio.Semaphore, tell: Callable[[], None]) -> None:
+        self._client, self._run, self._places, self._tell = client, run, places, tell
         self.start = time.perf_counter()
 
     async def converse(self, number: int, conversation: Conversation) -> None:
@@ -131,11 +113,8 @@ class Driver:
                 await asyncio.sleep(self.start + arrival - time.perf_counter())
 
     async def _send(self, planned: Outcome, history: list[Message]) -> Outcome:
-        came = time.perf_counter()
-        capped = await self._cap.enter()
-        held = time.perf_counter() - came if capped else 0.0
-        try:
+        came, capped = time.perf_counter(), self._places.locked()
+        async with self._places:
+            held = time.perf_counter() - came if capped else 0.0
             reply = await self._client.ask(history, planned.answer)
-        finally:
-            self._cap.leave()
         return replace(planned, held=held, capped=capped, reply=reply)

@@ -56,8 +56,7 @@ def _against_rate(axes: Sequence["Axes"], found: Sequence[Summary]) -> None:
 def _percentiles(axis: "Axes", spreads: Sequence[Spread | None]) -> None:
     there = [(place, spread) for place, spread in enumerate(spreads) if spread is not None]
     places = [place for place, _ in there]
-    axis.plot(places, [spread.p50 * 1e3 for _, spread in there], marker="o", label="p50")
-    axis.plot(places, [spread.p90 * 1e3 for _, spread in there], marker="o", label="p90")
-    axis.plot(places, [spread.p99 * 1e3 for _, spread in there], marker="o", label="p99")
+    for name in ("p50", "p90", "p99"):
+        axis.plot(places, [getattr(spread, name) * 1e3 for _, spread in there], marker="o", label=name)
     axis.set_ylim(bottom=0)
     axis.legend()

@@ -1,7 +1,6 @@
 """`pando bench serve`: open-loop load on any OpenAI-compatible server."""
 
 import asyncio
-import datetime
 import math
 import os
 import platform
@@ -15,7 +14,7 @@ from . import plot, probe
 from .arguments import Options, check, parser
 from .client import Client, connect
 from .load import Run, drive
-from .measure import show, write_json
+from .measure import show, today, write_json
 from .report import as_json, describe, summarise, sweep
 from .traffic import Source, Workload, conversations
 
@@ -52,7 +51,7 @@ async def _measure(options: Options, facts: Facts, command: str, runs: list[Run]
         if options.tokens_per_word is not None:
             texts, origin = replace(texts, tokens_per_word=options.tokens_per_word), "given"
         facts |= {
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "date": today(),
             "command": command,
             "server": f"{target.url}, version {await probe.version(http, target.url)}",
             "model": target.model,

@@ -2,7 +2,6 @@
 what the device can do at best."""
 
 import argparse
-import datetime
 import platform
 import re
 import traceback
@@ -18,7 +17,7 @@ from ...engine.costs import Subject, default_cost, device_name, keep_cost
 from ...errors import InvalidOption
 from ...model.load import choose_device
 from ...model.shelf import Shelf
-from ..measure import write_json
+from ..measure import today, write_json
 from ..options import above_zero, cores, picture
 from . import calibrate as calibration
 from .bench import Bench
@@ -116,7 +115,7 @@ def _facts(bench: Bench, dtypes: set[str], command: str) -> dict[str, object]:
         "rate_tflop_s": {dtype: round(bench.limits.rate(dtype), 4) for dtype in sorted(dtypes)},
         "repeats": bench.clock.repeats,
         "page_size": bench.page_size,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": today(),
         "command": command,
     }
 
