@@ -128,7 +128,7 @@ class Bench:
         runs: dict[str, Callable[[], float]] = {
             MODULAR: lambda: first_token(self.llm, Prompt(self._prompt(count)))[0],
             ALONE: lambda: first_token(self.llm, self._new())[0],
-            COLD: lambda: first_token(self.llm, self._plain(count))[0],
+            COLD: lambda: first_token(self.llm, plain(self.llm, self._prompt(count), next(self._fresh)))[0],
         }
         on_gpu = self.llm.engine.model.device.type == "cuda"
         interleave(runs, WARMED if on_gpu else 1)  # kernels are compiled, and steps captured, when they are first met
@@ -137,12 +137,6 @@ class Bench:
 
     def _prompt(self, count: int) -> str:
         return '<prompt schema="bench">' + "".join(f"<m{i}/>" for i in range(count)) + f" {self._text(self.sizes.new)}</prompt>"
-
-    def _plain(self, count: int) -> list[int]:
-        """The same tokens, of which nothing is cached: the first one is another."""
-        _, bound = self.llm.schemas.bind(self._prompt(count))
-        tokens = [token for run in bound.runs for token in run.tokens]
-        return [next(self._fresh), *tokens[1:]]
 
     def _new(self) -> list[int]:
         return self.llm.tokenizer.encode(self._text(self.sizes.new))
@@ -157,6 +151,12 @@ class Bench:
             low, high = (middle + 1, high) if len(encode(" ".join(words[:middle]))) < tokens else (low, middle)
         text = " ".join(words[:low])
         return next(shorter for end in range(len(text), 0, -1) if len(encode(shorter := text[:end])) <= tokens)
+
+
+def plain(llm: LLM, prompt: str, first: int) -> list[int]:
+    """The tokens of a prompt, of which nothing is cached: the first one is another."""
+    _, bound = llm.schemas.bind(prompt)
+    return [first, *[token for run in bound.runs for token in run.tokens][1:]]
 
 
 def _ms(medians: dict[str, float]) -> str:

@@ -160,7 +160,7 @@ class Preload:
             if self.sweep.buffers:
                 self.enough[history] = self._enough(history)
                 some = (layers for layers in self.sweep.buffers if layers <= self.model.config.layers)
-                buffers = {**{buffered(layers): layers for layers in some}, FORMULA: self.enough[history]}
+                buffers = {**{f"{layers} layers ahead": layers for layers in some}, FORMULA: self.enough[history]}
                 self.samples[history] |= self._interleave(history, buffers)
         if self._kept is not None:
             self._kept.close()
@@ -262,10 +262,6 @@ class Preload:
 
 def _medians(found: Samples) -> dict[str, float]:
     return {way: statistics.median(each) for way, each in found.items()}
-
-
-def buffered(layers: int) -> str:
-    return f"{layers} layers ahead"
 
 
 def _load(found: dict[str, float]) -> float:

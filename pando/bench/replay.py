@@ -26,7 +26,7 @@ from ..kv.run import Origin, in_place
 from ..kv.segment import Key, Lineage, extend_keys, root_key
 from ..kv.tree import PrefixTree
 from ..store.policy import LRU, Policy
-from .conversations import Conversation, Turn
+from .conversations import Conversation
 from .simulated import Clock, Heap, SimulatedStore, simulated_store
 
 Tell = Callable[[int], object]
@@ -339,13 +339,10 @@ class Replay:
         assert row.cached is not None and asked.began is not None
         asked.is_served = True
         host, disk = row.tiers.get(HOST, 0), row.tiers.get(DISK, 0)
-        prompt, turn = len(row.prompt), self._turn(asked)
+        prompt, turn = len(row.prompt), self._conversations[asked.conversation].turns[asked.number]
         times = asked.began - asked.arrived, self.clock.now - asked.began
         self.outcome.served.append(Served(prompt, prompt - turn.new, max(0, row.cached - host - disk), host, disk, *times))
         self.outcome.busy.append(self.outcome.total)
-
-    def _turn(self, asked: _Asked) -> Turn:
-        return self._conversations[asked.conversation].turns[asked.number]
 
 
 def replay(

@@ -114,7 +114,7 @@ class Bench:
         apart = 100 * abs(so_far[MOVED] / so_far[RECOMPUTED] - 1)
         note, most = _spread(nats[MOVED], nats[RECOMPUTED]), MOST_APART if self._judged else None
         near = at_most("moved states against recomputed ones", apart, "%", most, note)
-        return [*results, replace(near, samples=_perplexities(nats))]
+        return [*results, replace(near, samples={way: [math.exp(each) for each in found] for way, found in nats.items()})]
 
     def _window(self, tokens: Sequence[int]) -> dict[str, float]:
         """The nats of what follows, in each way. All but the last token of the window are held, as behind an answer."""
@@ -202,10 +202,6 @@ class Bench:
         self.engine.add(asked)
         [event] = self._drain()
         return event
-
-
-def _perplexities(nats: Samples) -> Samples:
-    return {way: [math.exp(each) for each in found] for way, found in nats.items()}
 
 
 def _spread(moved: Sequence[float], recomputed: Sequence[float]) -> str:

@@ -10,7 +10,7 @@ from ...engine.costs import device_name
 from ...errors import InvalidOption
 from ...model.load import choose_device, choose_dtype
 from ..attention.clock import FLUSH, Clock, Limits
-from ..measure import machine, show
+from ..measure import machine, show, table
 from ..options import above_zero, picture
 from ..random_model import SHAPES, dressed, random_weights
 from ..subject import add_device
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         interrupted = True
         print("\nstopped: what was measured until now is kept", flush=True)
     if setting.report.results:
-        print("\n" + setting.report.summary())
+        print("\n" + table(setting.report.results))
     if arguments.plot:
         draw(setting.report, DRAWN, f"{setting.report.facts['model']} on {setting.report.facts['device']}", arguments.plot)
     failed = any(one.failed for one in setting.report.skipped)

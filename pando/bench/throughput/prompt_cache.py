@@ -18,6 +18,7 @@ from ...engine.request import TokenEvent
 from ...engine.schemas import Prompt
 from ...errors import PandoError
 from ..measure import Result, compared, interleave
+from ..modules import plain
 from ..trial import Willing, first_token, greedy, settle
 from .report import number, times
 from .setting import PREFILL, Setting
@@ -120,9 +121,8 @@ class Trial:
     def _cold(self) -> float:
         """The same tokens, but for the first, which is another each time."""
         settle(self.llm.engine)
-        _, bound = self.llm.schemas.bind(self._prompt())
-        tokens = [token for run in bound.runs for token in run.tokens]
-        return self._first(COLD, [next(self._fresh) % self.llm.engine.model.config.vocab_size, *tokens[1:]])
+        first = next(self._fresh) % self.llm.engine.model.config.vocab_size
+        return self._first(COLD, plain(self.llm, self._prompt(), first))
 
     def _pool(self) -> float:
         list(self.llm.stream(Prompt(self._prompt()), greedy(1)))

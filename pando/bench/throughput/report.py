@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..measure import Result, line, table, write_json
+from ..measure import Result, line, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,9 +65,6 @@ class Report:
         self.results += results
         print("\n".join(map(line, results)), flush=True)
         self._write()
-
-    def summary(self) -> str:
-        return table(self.results)
 
     def _row(self, cells: Sequence[str]) -> str:
         return "  ".join(cell.rjust(max(WIDTH, len(head))) for cell, head in zip(cells, self._heads, strict=True)).rstrip()
