@@ -39,3 +39,9 @@ def test_small_sizes_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_of_nothing_are_refused_and_do_not_stand_for_the_usual_ones(option: str, value: str) -> None:
     with pytest.raises(InvalidOption, match=f"{option} is {value}; it must be at least 1"):
         foundation.main([option, value])
+
+
+@pytest.mark.usefixtures("quick_cases")
+def test_the_whole_text_and_a_part_of_it_are_not_scored_both() -> None:
+    with pytest.raises(InvalidOption, match="not allowed with"):
+        foundation.main(["--full", "--ppl-tokens", "5"])
