@@ -152,5 +152,12 @@ def in_place(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
+def alike(some: tuple[Run, ...], others: tuple[Run, ...]) -> bool:
+    """Are they the same runs at the same places? Contexts share theirs, so that tokens are seldom looked at."""
+    if some == others:
+        return True
+    return len(some) == len(others) and all(one is other or one.digest == other.digest for one, other in zip(some, others, strict=True))
+
+
 def context_digest(runs: Sequence[Run]) -> bytes:
     return hashlib.sha256(b"".join(run.digest for run in runs)).digest()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ..kv.run import Run
+from ..kv.run import Run, alike
 from .outline import Item, Module, Param, Union, Words
 from .pml import Element, Place, clipped, parse
 from .prompt import Begins, Ends, Import, New, Reading, Step, prompt_schema
@@ -157,7 +157,7 @@ class _Walk:
             elif isinstance(item, Param):
                 tokens = self.reading.arguments[item]
                 start = self._start(self.schema.laid.starts[item])
-                self._place(Run(tokens, start), f"{module.path}:{item.name}")
+                self._place(Run(tokens, start), f"{module.path}:{item.name}", own=tokens == item.placeholder)
             elif isinstance(item, Module) and not item.name:
                 self._always(item.items, item)
 
@@ -257,12 +257,14 @@ def _joined(group: Sequence[_Placed]) -> _Placed:
 
 
 def _exact(runs: Sequence[Run]) -> bool:
-    """Each run was encoded where it stands, behind exactly what stands before it. Contexts share their runs: no tokens are compared."""
-    end = 0
-    for place, run in enumerate(runs):
+    """Each run was encoded where it stands, behind exactly what stands before it."""
+    end, before = 0, tuple[Run, ...]()
+    for run in runs:
         if run.position != end:
             return False
-        if run.origin is not None and (run.origin.first != run.position or run.origin.context != tuple(runs[:place])):
-            return False
-        end = run.end
+        if run.origin is not None:
+            if run.origin.first != run.position or not alike(run.origin.context, before):
+                return False
+            before = run.origin.context  # the next has these very runs in its own
+        end, before = run.end, (*before, run)
     return True

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..kv.run import Origin, Run
+from ..kv.run import Origin, Run, alike
 from .outline import Encode, Item, Module, Outline, Param, Union, Words
 from .pml import Place
 from .tokens import Tokenizer
@@ -176,7 +176,7 @@ class _Walk:
         home = self.home[words]
         first = self._first(own, home.position)
         assert home.origin is not None
-        if home.origin.first == first and home.origin.context == tuple(own.runs):
+        if home.origin.first == first and alike(home.origin.context, tuple(own.runs)):
             own.add(home if first == home.position else home.moved(first))
             return home
         return self._alone(words, own, home.position)

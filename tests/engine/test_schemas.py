@@ -235,6 +235,17 @@ def test_an_exact_prompt_behind_texts_that_are_not_cached_says_so() -> None:
         is_plain(llm, prompt, "Open.AaaaBbbbCccccc go")
 
 
+def test_an_exact_prompt_with_an_argument_that_is_the_placeholder_says_so() -> None:
+    llm = tiny_llm()
+    llm.schemas.add(
+        '<schema name="s" encode="causal">Open.<module name="a" cache="false">Aaaa<param name="x" len="3" default="xyz"/></module>'
+        '<module name="c">Cccccc</module></schema>'
+    )
+    prompt = '<prompt schema="s"><a/><c/> go</prompt>'
+    assert llm.schemas.bind(prompt)[1].exact
+    is_plain(llm, prompt, "Open.AaaaxyzCccccc go")
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
 def test_a_scaffold_of_a_module_and_one_within_it_is_encoded_as_it_is_written(positions: str) -> None:
     llm = tiny_llm(model_of(positions))

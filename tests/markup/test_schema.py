@@ -357,6 +357,16 @@ def test_a_scaffold_says_how_much_more_it_stores():
     assert len(schema(SCAFFOLD).stored) == 5 + 3
 
 
+def test_what_stands_behind_a_param_of_the_first_module_is_not_stored_again():
+    known = schema(
+        '<schema name="s">O<module name="a">A<param name="x" len="2"/>a</module><module name="b">B</module>'
+        '<scaffold modules="a b"/></schema>'
+    )
+    [scaffold] = known.scaffolds
+    assert ([spelt(run.tokens) for run in scaffold.runs], scaffold.tokens) == (["B"], 1)
+    assert len(known.stored) == 5
+
+
 def test_an_isolated_scaffold_sees_no_opening():
     known = schema(SCAFFOLD.replace('name="s"', 'name="s" encode="isolated"'), bos=True)
     assert behind(prompt(known, '<a/><b x="1"/><c/>').runs[2]) == [("<s>", 0), ("A", 1), ("", 2)]
@@ -391,6 +401,20 @@ def test_a_chain_with_an_argument_is_exact_only_up_to_it():
     )
     assert prompt(known, '<a x="12"/>').exact
     assert not prompt(known, '<b x="12"/>').exact, "B has seen a placeholder"
+
+
+def test_an_argument_that_is_the_whole_placeholder_is_what_was_seen():
+    known = schema('<schema name="s">O<module name="a">A<param name="x" len="2" default="12"/>B</module></schema>')
+    assert prompt(known, "<a/>").exact and prompt(known, '<a x="12"/>').exact
+    assert not prompt(known, '<a x="1"/>').exact and not prompt(known, '<a x="21"/>').exact
+
+
+def test_a_module_that_stood_in_many_places_is_still_exact_where_it_is():
+    fillers = "".join(f'<module name="f{length}">{"x" * length}</module>' for length in range(1, 7))
+    known = schema(f'<schema name="s">O{fillers}<module name="m">A<module name="n">N</module>B</module></schema>')
+    assert prompt(known, "<m/>").exact
+    assert not any(prompt(known, f"<f{length}/><m/>").exact for length in range(1, 7))
+    assert prompt(known, "<m/>").exact
 
 
 def test_isolated_modules_are_not_exact():
