@@ -10,7 +10,9 @@ import linecache
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from ..errors import MarkupError
@@ -92,6 +94,16 @@ class _Names:
         return name
 
 
+def _names_of(function: FunctionType) -> dict[str, object]:
+    """What the names in a function mean that are not its own."""
+    code, outer = function.__code__, function.__globals__
+    found = {name: outer[name] for name in code.co_names if name in outer}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing is in it yet: the function itself, or one that is written behind it
+            found[name] = cell.cell_contents
+    return found
+
+
 class Compiler:
     def __init__(self, function: Callable[..., object]) -> None:
         if not inspect.isfunction(function):
@@ -101,8 +113,7 @@ class Compiler:
         self._file, self._line = code.co_filename, code.co_firstlineno
         self._source = Source(self._file, "".join(linecache.getlines(self._file)))
         self._node = self._definition()
-        closure = inspect.getclosurevars(self._function)
-        self._known: dict[str, object] = {**closure.globals, **closure.nonlocals}
+        self._known = _names_of(self._function)
         if not NAME.fullmatch(self._node.name) or self._node.name in WORDS_OF_PML:
             raise self.wrong(f"a schema cannot be named {self._node.name!r}; rename the function")
         self._signature = inspect.signature(self._function)
@@ -289,6 +300,8 @@ class Compiler:
     def _values(self, node: ast.For, constants: Values) -> Sequence[Any]:
         if not isinstance(node.target, ast.Name):
             raise self.wrong("a loop over more than one variable; use one", node.target)
+        if node.target.id in self._arguments or node.target.id in constants:
+            raise self.wrong(f"the variable of a loop is {node.target.id!r}, which has a meaning already; rename it", node.target)
         found = self._constant(node.iter, constants)
         if not isinstance(found, str | tuple | list | range):
             raise self.wrong(f"a loop over {type(found).__name__}; it goes over a list, a tuple or a range of constants", node.iter)

@@ -311,6 +311,19 @@ def loops_over_pairs():
         f"{a}{b}"
 
 
+def loops_over_its_argument(x: Annotated[str, Len(3)]):
+    for x in ("a", "b"):
+        f"{x}"
+    f"{x}"
+
+
+def loops_over_its_loop():
+    for x in (1, 2):
+        for x in (3, 4):
+            f"{x}"
+        f"{x}"
+
+
 def loops_for_long():
     for i in range(1_000_000_000):
         f"{i}"
@@ -370,6 +383,8 @@ def user():
         (calls_no_program, 1, "'print' is no program that is known here; call functions that were decorated before"),
         (loops_over_arguments, 1, "'xs' is neither an argument nor a constant|'xs'"),
         (loops_over_pairs, 1, "a loop over more than one variable; use one"),
+        (loops_over_its_argument, 1, "the variable of a loop is 'x', which has a meaning already; rename it"),
+        (loops_over_its_loop, 2, "the variable of a loop is 'x', which has a meaning already; rename it"),
         (loops_for_long, 1, "a loop of 1,000,000,000 rounds; at most 10,000 are unrolled"),
         (guards, 2, "a case with a guard cannot be compiled; use if"),
         (captures, 2, "a case that is no constant cannot be compiled"),
@@ -387,6 +402,18 @@ def test_nothing_is_silently_dropped(function, line, message):
     error = refusal(function)
     assert re.search(message, error.message)
     assert error.line == function.__code__.co_firstlineno + line
+
+
+def test_a_function_that_calls_itself_is_refused_at_the_call():
+    with pytest.raises(MarkupError) as caught:
+
+        @program
+        def again(x: Annotated[str, Len(3)]):
+            f"{x}"
+            again(x)
+
+    assert caught.value.message == "'again' is no program that is known here; call functions that were decorated before"
+    assert caught.value.text.strip() == "again(x)"
 
 
 def test_a_function_without_source_or_that_is_none_is_refused():
