@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from ..errors import InvalidPrompt
+from ..errors import InputError, InvalidPrompt
 from ..kv.run import Run
 from ..markup.binding import Bound
 from ..markup.library import Library
@@ -77,11 +77,17 @@ class Schemas:
         below it, and none where it is None. `eager`: its modules are encoded now, and not when a prompt first asks for them. `repair`: of
         prompts that do not say; without it, a schema that is here keeps the one it has, and a new one has 0."""
         share = None if repair is None else check_share(repair)
+        here = set(self.library)
         schema = self.library.add(pml, file=file, directory=None if directory is None else Path(directory))
         if share is not None:
             self._repairs[schema] = share
         if eager and self._encoder is not None:
-            self._encoder(schema)
+            try:
+                self._encoder(schema)
+            except InputError:  # it cannot be encoded: whoever is told so need not remove it
+                if schema not in here:
+                    self.remove(schema.name)
+                raise
         return schema
 
     def remove(self, name: str) -> bool:

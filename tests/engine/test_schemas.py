@@ -9,7 +9,7 @@ import pytest
 
 from pando import LLM, Prompt
 from pando.engine.request import Request, Tenant, TokenEvent
-from pando.errors import InvalidPrompt, MarkupError
+from pando.errors import InvalidPrompt, MarkupError, PoolTooSmall
 from pando.kv.run import Origin, Run
 from pando.markup.program import Len, program
 from pando.model.load import Model
@@ -79,6 +79,20 @@ def test_modules_are_encoded_when_they_are_first_asked_for_or_at_once() -> None:
     steps = llm.engine.steps
     llm.schemas.add(SCHEMA, eager=True)
     assert llm.engine.steps == steps, "registering the same schema again is free"
+
+
+def test_a_schema_that_cannot_be_encoded_at_once_is_not_there() -> None:
+    llm = tiny_llm(kv_cache_tokens=64)
+    long, short = (f'<schema name="s">Open.<module name="a">{"x" * length}</module></schema>' for length in (100, 10))
+    with pytest.raises(PoolTooSmall):
+        llm.schemas.add(long, eager=True)
+    assert llm.schemas.names() == []
+    llm.schemas.add(short, eager=True)
+    llm.schemas.remove("s")
+    llm.schemas.add(long)
+    with pytest.raises(PoolTooSmall):
+        llm.schemas.add(long, eager=True)
+    assert llm.schemas.names() == ["s"], "it was there before"
 
 
 def test_a_changed_module_is_encoded_again_and_nothing_else() -> None:
