@@ -4,6 +4,7 @@ The file of prompts holds one PML prompt after the other; each begins on a line 
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -132,7 +133,7 @@ def encoded(element: Element, encode: Encode) -> Element:
 
 def split(text: str) -> list[str]:
     """The prompts of a file, each behind as many line breaks as there are lines before it: errors know the right line."""
-    lines = text.splitlines(keepends=True)
+    lines = re.findall(r".*\n|.+", text)  # only what XML takes for a line: not U+2028, and others that Python knows
     starts = [number for number, line in enumerate(lines) if line.startswith("<prompt")]
     ends = [*starts[1:], len(lines)] if starts else []
     if stray := "".join(lines[: starts[0]] if starts else lines).strip():

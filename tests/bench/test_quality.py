@@ -138,6 +138,14 @@ def test_prompts_follow_one_another_and_errors_know_their_line() -> None:
     assert caught.value.line == 3
 
 
+def test_a_line_is_what_xml_takes_for_one() -> None:
+    first, second = split('<prompt schema="s">a\u2028<b/>\x85</prompt>\n<prompt schema="s"><a></prompt>')
+    assert parse(first).name == "prompt"
+    with pytest.raises(MarkupError) as caught:
+        parse(second)
+    assert caught.value.line == 2
+
+
 def test_text_before_the_first_prompt_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="begins with 'What"):
         split("What?\n" + PROMPTS)
