@@ -173,7 +173,7 @@ class _Walk:
         if home is not None:
             start = self._start(home.position)
             run = self._joint.get(words, home)
-            name = module.path if module.name else OPENING if home is laid.opening else ANONYMOUS
+            name = module.path or (OPENING if home is laid.opening else ANONYMOUS)
             self._place(run if run.position == start else run.moved(start), name, own=True)
             self.new_at = None
         self.closed, self.inside = words.closes, words.inside

@@ -178,7 +178,10 @@ class Reader:
         if not name and (inner.encode, inner.cached) == (scope.encode, scope.cached):
             self._fill(items, element, inner, history, opens)
             return
-        module = self._module(element, name, inner, [*history] if name else history)  # without a name it is always there
+        if name:
+            module = self._module(element, name, inner, [*history])
+        else:  # it is always there, and may be what opens everything
+            module = self._module(element, name, inner, history, opens and not items)
         if not name and any(not isinstance(item, Words) for item in module.items):
             raise element.wrong("a module without a name that has an encode or cache of its own holds only text; give it a name")
         items.append(module)

@@ -75,8 +75,13 @@ class Schema:
 
     def _part(self, module: Module) -> Part:
         runs = [self.laid.home[item] for item in module.items if isinstance(item, Words) and item in self.laid.home]
-        path = module.path if module.name else ANONYMOUS
-        return Part(path, module.encode, module.cached, sum(map(len, runs)), tuple(run for run in runs if run.origin is not None))
+        return Part(
+            module.path or ANONYMOUS,
+            module.encode,
+            module.cached,
+            sum(map(len, runs)),
+            tuple(run for run in runs if run.origin is not None),
+        )
 
     @cached_property
     def scaffolds(self) -> tuple[Scaffold, ...]:

@@ -36,6 +36,13 @@ def test_what_the_template_starts_with_stands_only_at_the_start():
     assert text_of(prompt(default, "<doc/><user>Hi</user>")) == "A document.<start>user:Hi<end><start>assistant:"
 
 
+@pytest.mark.parametrize("facts", ["", ' cache="false"', ' encode="isolated"'])
+def test_a_module_without_a_name_may_be_the_start(facts):
+    known = schema(f'<schema name="s"><module{facts}><user>Hi</user></module><module{facts}><user>You</user></module></schema>', bos=True)
+    told = "<s><start>system:Be good.<end><start>user:Hi<end><start>user:You<end><start>assistant:"
+    assert text_of(prompt(known)) == told
+
+
 def test_the_token_that_begins_a_prompt_is_there_once():
     known = schema('<schema name="s"><user>Hi</user><module name="a">A</module></schema>', style="llama", bos=True)
     assert text_of(prompt(known)) == "<s>[Hi]"

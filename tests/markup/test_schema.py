@@ -320,6 +320,16 @@ def test_a_changed_module_changes_only_itself():
     assert changed == ["Osaka!"]
 
 
+def test_text_in_a_module_is_that_modules_however_it_is_encoded():
+    known = schema(
+        '<schema name="s">O<module name="a">A<module encode="isolated">B</module></module><module encode="isolated">C</module></schema>'
+    )
+    assert prompt(known, "<a/>").names == ("(opening)", "a", "a", "(schema)")
+    assert [(part.path, part.encode) for part in known.modules] == [
+        ("(opening)", "opening"), ("a", "opening"), ("a", "isolated"), ("(schema)", "isolated"),
+    ]  # fmt: skip
+
+
 # ---- scaffolds
 
 SCAFFOLD = """<schema name="s">O
