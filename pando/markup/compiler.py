@@ -137,7 +137,7 @@ class Compiler:
     def _annotated(self) -> dict[str, int]:
         try:
             hints = typing.get_type_hints(self._function, include_extras=True)
-        except (NameError, TypeError) as error:
+        except Exception as error:  # whatever working out one that is written in quotes raises
             raise self.wrong(f"the annotations cannot be read: {error}; write them with names that are known here") from None
         lengths = {name: [fact for fact in getattr(hint, "__metadata__", ()) if isinstance(fact, Len)] for name, hint in hints.items()}
         found = {name: some[0].tokens for name, some in lengths.items() if some and name != "return"}

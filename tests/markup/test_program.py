@@ -368,6 +368,18 @@ def compares_badly():
             "x"
 
 
+def annotates_a_stranger(x: "Strange"):  # noqa: F821
+    "x"
+
+
+def annotates_what_is_not_there(x: "re.Strange"):
+    "x"
+
+
+def annotates_half(x: "Annotated[str, Len(3)"):  # noqa: F722
+    "x"
+
+
 def user():
     "x"
 
@@ -394,6 +406,9 @@ def user():
         (awaits, 1, "While cannot be compiled"),
         (compares_badly, 2, "'x < 2' cannot be worked out"),
         (returns, 1, "Return cannot be compiled"),
+        (annotates_a_stranger, 0, "the annotations cannot be read: name 'Strange' is not defined"),
+        (annotates_what_is_not_there, 0, "the annotations cannot be read: .* has no attribute 'Strange'"),
+        (annotates_half, 0, "the annotations cannot be read: "),
         (user, 0, "a schema cannot be named 'user'; rename the function"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
