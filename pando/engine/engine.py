@@ -194,6 +194,8 @@ class Engine:
                 self._whole.surely(self.scheduler.unload)
             except torch.OutOfMemoryError:
                 self._whole.begin_again()
+                if self.graphs is not None and self.graphs.let_go():
+                    return
                 if not self.scheduler.shrink():
                     raise
                 sizes = self.scheduler.budget, self.scheduler.max_rows

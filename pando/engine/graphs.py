@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ WANTED = (0, 1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts who
 ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: what is kept for others cannot be taken back meanwhile
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
+SCARCE = 3  # times that graphs find no memory, or leave none, after which no more are captured: it would be so again
 
 Found = tuple[Tensor, Likeliest]  # logits, and what is likeliest by them: most steps ask for nothing else
 Repeat = Callable[[], Found]
@@ -126,6 +128,7 @@ class Graphs:
         self._reads: Reads | None = None  # the last ones, and what they want
         self._kind: Hashable = None
         self._broken = False
+        self._failures = 0
         self.captures = self.replays = 0
 
     def forward(self, batch: Batch, *, layered: bool = False) -> Tensor | None:
@@ -145,12 +148,28 @@ class Graphs:
             wanted = len(batch.wanted)
             self.likeliest = tokens[:wanted], told[:wanted]
             return logits[:wanted]
-        except RuntimeError as error:  # no memory, or a driver that cannot
-            self._broken = True
-            self._captured.clear()
-            self._logits = self._logits[:0].clone()
-            log.warning("steps are not captured as graphs, which makes short ones slower: %s", " ".join(str(error).split())[:300])
+        except RuntimeError as error:  # no memory, or a driver that cannot; but that one would never have captured any
+            self._fail(" ".join(str(error).split())[:300])
             return None
+
+    def let_go(self) -> bool:
+        """There is no memory for a step. Graphs keep theirs, of all kinds of steps that ever came: gives it back, and says whether there
+        was any."""
+        if held := bool(self._captured):
+            self._fail("there is no memory for a step beside them")
+        return held
+
+    def _fail(self, reason: str) -> None:
+        self._failures += 1
+        if self._captured and self._failures < SCARCE:
+            log.warning("%d captured steps are let go, and captured anew when they come again: %s", len(self._captured), reason)
+        else:
+            self._broken = True
+            log.warning("steps are not captured as graphs, which makes short ones slower: %s", reason)
+        self._captured.clear()
+        self._met.clear()
+        self.likeliest = None
+        self._logits = self._logits[:0].clone()
 
     def _run(self, kind: Kind, batch: Batch) -> Found:
         entry = self._captured.get(kind)
@@ -214,7 +233,8 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     from ..kernels.gpu_tiles import sizes
 
     device, geometry = gpu.Device.of(pool.k.device), decoder.geometry
-    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(pool.k.device)  # one: what a graph let go serves the next
+    stream, graphs = torch.cuda.Stream(pool.k.device), WeakSet[torch.cuda.CUDAGraph]()
+    memory = torch.cuda.graph_pool_handle()  # one: what a graph let go serves the next
 
     def lower(reads: Reads, positions: Tensor, spare: float) -> Replaceable:
         return gpu.TritonLowering(device, dtype, reads, positions, geometry, spare)
@@ -233,7 +253,10 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
         return wanted
 
     def capture(work: Callable[[], Found], layered: bool) -> Repeat:
+        nonlocal memory
         torch.cuda.synchronize(device.where)
+        if not graphs:  # all were let go, and memory that none holds cannot be captured into again
+            memory = torch.cuda.graph_pool_handle()
         if torch.cuda.mem_get_info(device.where)[0] < ROOM:
             torch.cuda.empty_cache()
         cuts, waited = _Cuts(memory), pool.arrivals
@@ -243,6 +266,7 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
                 found = work()
         finally:
             pool.arrivals = waited
+        graphs.update(cuts.graphs)
         first, *layers = cuts.graphs
 
         def repeat() -> Found:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pando.engine import sampler
 from pando.engine.engine import Engine
-from pando.engine.graphs import SEEN_WITH_PROMPTS, Graphs
+from pando.engine.graphs import SCARCE, SEEN_WITH_PROMPTS, Graphs
 from pando.engine.request import Request
+from pando.engine.row import Schedule
 from pando.engine.sampler import likeliest
 from pando.kernels import reference
 from pando.kernels.reads import Reads
@@ -170,6 +171,47 @@ def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, cap
     assert [record.message for record in caplog.records if "captured" in record.message] != []
     assert len([record for record in caplog.records if "captured" in record.message]) == 1
     assert not graphs._captured and not graphs._logits.untyped_storage().nbytes(), "it may have been memory that was missing"
+
+
+def test_where_the_memory_ends_captured_steps_are_let_go_before_steps_become_smaller(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(model)
+    graphs, forward, budget, ended = captured(engine), engine._forward, engine.scheduler.budget, list[int]()
+
+    def tried(schedule: Schedule) -> Tensor:
+        if graphs.replays == 3 and not ended:
+            ended.append(len(graphs._captured))
+            raise torch.OutOfMemoryError
+        return forward(schedule)
+
+    monkeypatch.setattr(engine, "_forward", tried)
+    expected = run(tiny_engine(model), [Request("r", prompt(1, 20), greedy(20))])["r", 0]
+    assert [e.token for e in run(engine, [Request("r", prompt(1, 20), greedy(20))])["r", 0]] == [e.token for e in expected]
+    assert ended == [1] and engine.scheduler.budget == budget and "captured anew" in caplog.text
+    assert graphs.replays > 10 and graphs._captured, "they are captured again"
+
+
+def test_where_there_is_no_memory_for_another_graph_all_are_captured_anew_but_not_for_ever(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(model, max_num_seqs=16)
+    graphs, held = captured(engine), list[int]()
+
+    def capture(work: Callable[[], Any], layered: bool) -> Callable[[], Any]:
+        held.append(len(graphs._captured))
+        if held[-1] == 2:
+            raise torch.OutOfMemoryError("no room for a third one")
+        return work
+
+    graphs._capture = capture
+    asked = [Request(str(i), prompt(i, 9), greedy(60 - 3 * i)) for i in range(16)]  # ever fewer rows
+    found, plain = (run(each, asked) for each in (engine, tiny_engine(model, max_num_seqs=16)))
+    assert {name: [e.token for e in found[name]] for name in found} == {name: [e.token for e in plain[name]] for name in plain}
+    run(engine, [Request(f"again {i}", prompt(i, 9), greedy(60 - 3 * i)) for i in range(16)])
+    assert held == [0, 1, 2] * SCARCE and not graphs._captured
+    assert [record.message for record in caplog.records if "let go" in record.message] != []
+    assert len([record for record in caplog.records if "not captured as graphs" in record.message]) == 1
 
 
 def returning(engine: Engine, times: int) -> list[list[int]]:
