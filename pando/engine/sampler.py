@@ -155,6 +155,7 @@ class _Groups:
     biases: Tensor
     held: tuple[int, ...]  # min_tokens
     constrained: tuple[int, ...]
+    constrained_at: Tensor
     penalised: tuple[int, ...]
     penalised_at: Tensor
     penalties: Tensor  # [3, n, 1]: repetition, presence, frequency
@@ -229,6 +230,7 @@ class Sampler:
         params = [row.params for row in rows]
         penalised = [i for i, p in enumerate(params) if _penalised(p)]
         scored = [i for i, p in enumerate(params) if p.logprobs is not None]
+        constrained = [i for i, row in enumerate(rows) if row.constraint is not None]
         numbers = [[params[i].repetition_penalty, params[i].presence_penalty, params[i].frequency_penalty] for i in penalised]
         biases = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
         self._groups = _Groups(
@@ -238,7 +240,8 @@ class Sampler:
             bias_ids=self._places([token for _, token, _ in biases]),
             biases=self._numbers([bias for _, _, bias in biases]),
             held=tuple(i for i, p in enumerate(params) if p.min_tokens and rows[i].constraint is None),  # what is complete must end
-            constrained=tuple(i for i, row in enumerate(rows) if row.constraint is not None),
+            constrained=tuple(constrained),
+            constrained_at=self._places(constrained),
             penalised=tuple(penalised),
             penalised_at=self._places(penalised),
             penalties=self._numbers([number for each in numbers for number in each]).reshape(-1, 3).T[:, :, None],
@@ -320,11 +323,17 @@ class Sampler:
         logits[groups.penalised_at] = x - frequency * counts - presence * said
 
     def _constrain(self, logits: Tensor, groups: _Groups) -> None:
-        for i in groups.constrained:
-            constraint = groups.members[i].constraint
-            assert constraint is not None
-            bits = np.unpackbits(constraint.allowed().view(np.uint8), count=self.vocab_size, bitorder="little")
-            logits[i].masked_fill_(torch.from_numpy(bits == 0).to(self.device), -math.inf)
+        """A bit for each token goes to the device, of all rows at once: whoever sent them one by one would wait for it each time."""
+        constraints = [row.constraint for row in groups.members if row.constraint is not None]
+        if not constraints:
+            return
+        packed = np.zeros((len(constraints), -(-self.vocab_size // 8)), np.uint8)
+        for bits, constraint in zip(packed, constraints, strict=True):
+            found = constraint.allowed().view(np.uint8)[: len(bits)]
+            bits[: len(found)] = found  # tokens that it does not know of may not come
+        each = 1 << torch.arange(8, dtype=torch.uint8, device=self.device)  # lowest first
+        ruled_out = (sent(packed, self.device)[:, :, None] & each == 0).flatten(1)[:, : self.vocab_size]
+        logits[groups.constrained_at] = _take(logits, groups.constrained_at).masked_fill(ruled_out, -math.inf)
 
     def _draw(
         self, logits: Tensor, best: Tensor, tokens: Tensor, random: _Random, members: tuple[Choice, ...], ahead: Collection[int]
@@ -373,5 +382,5 @@ def _hold(logits: Tensor, groups: _Groups, ahead: Collection[int]) -> None:
     short = [i for i in groups.held if _said(groups.members[i], ahead) < groups.members[i].params.min_tokens]
     pairs = [(i, token) for i in short for token in groups.members[i].blocked]
     if pairs:
-        at, ids = torch.tensor(pairs, device=logits.device).T
+        at, ids = sent(np.array(pairs).T, logits.device)
         logits[at, ids] = -math.inf

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pando.engine.across import sent
 from pando.engine.draw import SHORTLIST, uniforms
 from pando.engine.request import Constraint, SamplingParams
 from pando.engine.sampler import NO_TOKEN, Choice, Chosen, Sampler, check, likeliest
@@ -324,3 +325,35 @@ def test_a_row_without_numbers_has_no_token(nothing: float) -> None:
     logits[1] = nothing
     tokens, told = likeliest(logits)
     assert told.tolist() == [0, NO_TOKEN] and 0 <= int(tokens[1]) < 5
+
+
+class Only:
+    """May become nothing but some tokens. Of others than the first so many it does not know."""
+
+    is_broken = False
+
+    def __init__(self, allowed: Sequence[int], known: int) -> None:
+        bits = np.zeros(-(-known // 32) * 32, np.uint8)
+        bits[list(allowed)] = 1
+        self._bits = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def allowed(self) -> "np.ndarray":
+        return self._bits
+
+    def accept(self, token: int) -> bool:
+        return False
+
+
+def test_what_rows_may_become_is_sent_at_once_and_each_takes_the_likeliest_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.arange(300, dtype=torch.float32).repeat(4, 1)
+    rows = [Row(constraint=Only([3, 37, 39], 300)), Row(), Row(constraint=Only([255, 7], 256)), Row(constraint=Only(range(64), 64))]
+    sampler, shapes = Sampler(300, torch.device("cpu")), list[tuple[int, ...]]()
+    sampler._group(rows)
+
+    def counted(numbers: np.ndarray, device: torch.device) -> Tensor:
+        shapes.append(numbers.shape)
+        return sent(numbers, device)
+
+    monkeypatch.setattr("pando.engine.sampler.sent", counted)
+    assert [chosen.token for chosen in sampler.sample(logits, rows)] == [39, 299, 255, 63]
+    assert shapes == [(3, 38)], "a bit for each token, of all rows together"
