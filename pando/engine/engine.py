@@ -13,7 +13,6 @@ from torch import Tensor
 from ..config import EngineConfig
 from ..errors import InvalidOption, QuotaExceeded
 from ..kv.pages import Pages
-from ..kv.pool import PagePool
 from ..kv.run import Run
 from ..kv.segment import Key, extend_keys
 from ..kv.stem import Stem
@@ -37,7 +36,7 @@ from .row import Row, Schedule
 from .sampler import NO_TOKEN, Choices, Sampler
 from .scheduler import Scheduler
 from .scores import take_scores
-from .sizing import check_step, context_of, page_count
+from .sizing import context_of, page_count, pool_of
 from .tiers import open_store
 from .truncation import Truncations
 from .whole import Whole
@@ -55,11 +54,7 @@ class Engine:
         facts = model.config
         self.pages = Pages(page_count(model, config, self.max_len), config.page_size)
         self.tree = PrefixTree(config.page_size)
-        self.pool = PagePool(
-            self.pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.states, device=model.device
-        )
-        if model.device.type == "cuda":
-            check_step(model, config, self.pool)
+        self.pool = pool_of(model, config, self.pages)
         self.store = open_store(model, config, self.pool)
         self.scheduler = Scheduler(
             self.pages,

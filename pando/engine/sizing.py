@@ -6,6 +6,7 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import InvalidOption
+from ..kv.pages import Pages
 from ..kv.pool import PagePool
 from ..kv.segment import Lineage
 from ..model.config import ModelConfig
@@ -62,6 +63,24 @@ def page_count(model: Model, config: EngineConfig, context: int) -> int:
             context,
         )
     return count
+
+
+def pool_of(model: Model, config: EngineConfig, pages: Pages) -> PagePool:
+    """The memory of the KV cache; on a GPU it was seen that the largest step fits beside it."""
+    facts = model.config
+    try:
+        pool = PagePool(
+            pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.states, device=model.device
+        )
+    except torch.OutOfMemoryError:  # others took it meanwhile, or it is free in pieces only
+        size = pages.count * PagePool.page_bytes(pages.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.states)
+        raise InvalidOption(
+            f"a KV cache of {size / GIB:.1f} GiB does not fit into the memory that is free; lower gpu_memory_utilization (it is "
+            f"{config.gpu_memory_utilization:g}) or kv_cache_tokens"
+        ) from None
+    if model.device.type == "cuda":
+        check_step(model, config, pool)
+    return pool
 
 
 @torch.inference_mode()

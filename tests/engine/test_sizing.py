@@ -56,6 +56,15 @@ def test_a_cache_smaller_than_a_context_is_said_at_the_start(monkeypatch: pytest
     assert not caplog.records
 
 
+def test_a_cache_that_finds_no_memory_although_it_seemed_free_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("pando.kv.pool._zeros", full)
+    with pytest.raises(InvalidOption, match=r"a KV cache of 0.0 GiB does not fit .* lower gpu_memory_utilization \(it is 0.85\)"):
+        tiny_engine()
+
+
 def test_a_step_that_does_not_fit_beside_the_cache_is_said_at_the_start() -> None:
     def too_large(step: Any, pool: Any) -> Tensor:
         assert (len(step.tokens), len(step.wanted)) == (64, 16)
