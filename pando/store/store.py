@@ -84,7 +84,7 @@ class Store:
 
     def look(self, sought: Sought) -> Found:
         """What is kept of it, from the first token on, if loading is worth its time."""
-        self._expire()
+        self._expire(self._clock())
         found = whole = self._catalogue.find(sought, self.host, self.below)
         while found.parts and not self.speeds.pays(found.sizes(self._page_bytes), found.tokens):
             found = found.nearer()
@@ -93,7 +93,7 @@ class Store:
 
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
         """What a row will need: its pages, and behind those that are kept the short end that it goes on from. Nobody else is asked."""
-        self._expire()
+        self._expire(self._clock())
         size, held = self.transfer.shape.page_size, len(self.ledger.find(keys))
         ours = [tier for tier in (self.host, *self.below) if tier.name in self.ledger.capacities]
         end, _ = self._catalogue.end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size], set())
@@ -274,7 +274,8 @@ class Store:
 
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter."""
-        kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._clock(), only)
+        self._expire(now := self._clock())  # first: the ledger does not say why something goes
+        kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), now, only)
         self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
@@ -355,9 +356,9 @@ class Store:
         self._catalogue.hide(keys)
         self._writer.post(work)
 
-    def _expire(self) -> None:
+    def _expire(self, now: float) -> None:
         """What nobody used for too long is not found by who looks for it now."""
-        if moves := self.ledger.expire(self._clock()):
+        if moves := self.ledger.expire(now):
             self._move(moves)
             self._catalogue.expire(move.key for move in moves)
 
@@ -393,8 +394,7 @@ class Store:
         self._raising.discard(key)
         self.ledger.unpin([key])
         self.counts.prefetched += lost is None
-        if lost is not None:
-            self.ledger.drop([key], "host")
-            if lost.reason != "full":
-                self._lost(key, lost)
+        self.ledger.drop([key] if lost is not None else [], "host")
+        if lost is not None and lost.reason != "full":
+            self._lost(key, lost)
         self._passed([key])

@@ -872,6 +872,26 @@ def test_what_nobody_used_for_too_long_is_not_found_any_more(model: Model, tmp_p
     engine.close()
 
 
+def test_what_was_too_old_when_another_page_was_kept_has_expired_and_was_not_evicted(model: Model, tmp_path: Path) -> None:
+    """Long answers keep pages for as long as they last, and most of what expires does so then."""
+    engine, prompt = engine_of(model, tmp_path, ttl=60, kv_cache_tokens=2 * POOL), words(26, 71)
+    store = engine.store
+    assert store is not None
+    move = clock_of(store)
+    ask(engine, prompt)
+    evict(engine)
+    move(59)
+    engine.add(Request("another", words(27, 40), greedy(40)))
+    engine.step()
+    move(61)
+    drain(engine)
+    evict(engine)
+    miss = ask(engine, prompt)[0].reuse.miss
+    assert (miss and miss.reason, store.facts().lost) == ("expired", {"expired": 1})
+    whole(engine)
+    engine.close()
+
+
 def test_an_engine_that_was_closed_still_answers(model: Model, tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path)
     engine.close()
