@@ -53,6 +53,11 @@ class Header:
     def name(self) -> Name:
         return tag(self.shape), self.card.key
 
+    @property
+    def is_end(self) -> bool:
+        """Is it the unfilled page at the end of a sequence?"""
+        return len(self.card.tokens) < self.shape.page_size
+
     def offset(self, layer: int) -> int:
         return self.start + layer * self.layer_bytes
 

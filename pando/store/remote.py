@@ -138,17 +138,16 @@ class RedisTier(RedisServer):
         into.cast("B")[:] = data
 
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
-        value = self._value(card.key)
-        if self._ask(self._patient, self._renewal(value) or [("EXISTS", value)]) == [1]:
-            return
-        data = b"".join((pack(header_for(card, self._shape, layers)), *layers))
-        expiry = () if self._ttl is None else ("EX", self._ttl)
-        commands: list[tuple[object, ...]] = [("SET", value, data, *expiry)]
-        if len(card.tokens) < self._shape.page_size:
+        value, commands = self._value(card.key), list[tuple[object, ...]]()
+        if self._ask(self._patient, self._renewal(value) or [("EXISTS", value)]) != [1]:
+            data = b"".join((pack(header_for(card, self._shape, layers)), *layers))
+            commands.append(("SET", value, data, *(() if self._ttl is None else ("EX", self._ttl))))
+        if len(card.tokens) < self._shape.page_size:  # also of one that is there: the set may be gone before it, or have forgotten it
             commands.append(("ZADD", self._behind(card.parent), time.time(), card.key))
             commands.append(("ZREMRANGEBYRANK", self._behind(card.parent), 0, -ENDS - 1))
             commands += self._renewal(self._behind(card.parent))
-        self._ask(self._patient, commands)
+        if commands:
+            self._ask(self._patient, commands)
 
     def drop(self, keys: Sequence[Key]) -> None:
         try:

@@ -1,4 +1,5 @@
 import contextlib
+import hashlib
 import shutil
 import socket
 import subprocess
@@ -101,6 +102,16 @@ def test_short_ends_are_found_by_the_page_before_them(make):
     assert tier._patient.zcard(tier._behind(page.key)) == 1  # what is gone is taken out
 
 
+def test_a_short_end_whose_set_went_before_it_is_found_when_it_is_saved_again(make):
+    tier, page = make(ttl=60), card()
+    end = card(50, 3, page.key)
+    save(tier, page, end)
+    tier._patient.delete(tier._behind(page.key))  # it expired, or the server needed the room
+    assert tier.ends(page.key) == []
+    save(make(ttl=60), end)
+    assert tier.ends(page.key) == [end] and 0 < tier._patient.ttl(tier._behind(page.key)) <= 60
+
+
 def test_pages_with_long_headers_are_read(make):
     shape = replace(SHAPE, page_size=4096)
     tier, one = make(shape), card(0, 4096)
@@ -181,6 +192,15 @@ def test_a_tenant_is_purged_and_the_others_stay(make):
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_purge_leaves_no_sets_of_ends_that_are_gone(make):
+    tier, page, other = make(), card(), hashlib.sha256(b"other").digest()
+    save(tier, page, card(50, 3, page.key), card(60, 5, page.key), card(70, 3, page.key, other))
+    assert tier.purge(TENANT) == 3
+    assert tier._patient.zcard(tier._behind(page.key)) == 1 and len(tier.ends(page.key)) == 1, "another tenant's stays"
+    assert tier.remove(lambda _: True)[0] == 1
+    assert not tier._patient.keys("*")
 
 
 def test_damage_is_found_and_makes_room_for_a_better_copy(make):
