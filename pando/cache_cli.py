@@ -237,7 +237,7 @@ def _purge_server(server: RedisServer, arguments: argparse.Namespace, config: En
         return (names is None or header.card.tenant in names) and header.card.tenant.hex().startswith(beginning)
 
     pages, size = server.remove(chosen)
-    return {"pages": pages, "bytes": size}, [f"removed {pages} pages, {size_of(size)}"]
+    return {"pages": pages, "bytes": size}, [f"removed {pages_of(pages)}, {size_of(size)}"]
 
 
 def _shown(rows: Sequence[Sequence[str]], by_tenant: "Counter[bytes]") -> list[str]:

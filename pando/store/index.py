@@ -7,7 +7,7 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +36,17 @@ CREATE TABLE IF NOT EXISTS notes (
 );
 CREATE INDEX IF NOT EXISTS notes_used ON notes (used);
 """
-_KINDS = {"'blob'": "key parent tenant tokens", "'integer'": "count size pinned", "'real', 'integer'": "born used"}
-_SOUND = "length(tokens) % 4 = 0 AND " + " AND ".join(  # rows may come from anywhere
-    f"typeof({column}) IN ({kinds})" for kinds, columns in _KINDS.items() for column in columns.split()
+
+
+def _are(kinds: Mapping[str, str]) -> str:
+    """Says in SQL that columns are of these kinds: rows may come from anywhere."""
+    return " AND ".join(f"typeof({column}) IN ({kind})" for kind, columns in kinds.items() for column in columns.split())
+
+
+_SOUND = "length(tokens) % 4 = 0 AND " + _are(
+    {"'text'": "shape", "'blob'": "key parent tenant tokens", "'integer'": "count size pinned", "'real', 'integer'": "born used"}
 )
+_KNOWN = _are({"'text'": "tag dtype codec", "'blob'": "model", "'integer'": "page_size"})
 _COLUMNS = "shape, key, parent, tenant, count, size, born, used, pinned"
 
 
@@ -112,9 +119,11 @@ class Index:
         if (said := list(self._connection.execute("PRAGMA quick_check(1)"))) != [("ok",)]:
             raise sqlite3.DatabaseError(f"the index is damaged: {said}")
         self._connection.executescript(_TABLE + f"PRAGMA user_version = {_VERSION};" * (not version))
-        if list(self._connection.execute(f"SELECT 1 FROM pages WHERE NOT ({_SOUND}) LIMIT 1")):  # whose files are found without them
+        unsound = f"NOT ({_SOUND}) OR shape NOT IN (SELECT tag FROM shapes WHERE {_KNOWN})"
+        if list(self._connection.execute(f"SELECT 1 FROM pages WHERE {unsound} LIMIT 1")):  # whose files are found without them
             with self._connection:
-                self._connection.execute(f"DELETE FROM pages WHERE NOT ({_SOUND})")
+                self._connection.execute(f"DELETE FROM pages WHERE {unsound}")
+                self._connection.execute(f"DELETE FROM shapes WHERE NOT ({_KNOWN})")
 
     def close(self) -> None:
         with self._lock:
