@@ -29,6 +29,7 @@ from .scout import Scout
 from .sharing import Sharing
 from .speeds import Moved, Speeds
 from .tier import Card, Lost, Tags, Tier
+from .touches import Touches
 from .transfer import Load, Transfer
 from .untaken import Untaken
 from .worker import Worker, stop, tried
@@ -60,8 +61,7 @@ class Store:
         self.counts, self.speeds = Counts(), Speeds()
         self._catalogue = Catalogue(ledger, self.counts, transfer.shape.page_size)
         self.tags, self.rounds = Tags(), transfer.shape.codec != "none"
-        self.tag, self.buffer, self._disk, self._touches = self.tags.of, buffer, disk, tuple(touches)
-        self._clock, self._now, self.scout = clock, time.monotonic, scout
+        self.tag, self.buffer, self._disk, self._clock, self._now, self.scout = self.tags.of, buffer, disk, clock, time.monotonic, scout
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
         self._loads: list[tuple[Load, Sequence[Key]]] = []  # not begun yet, each with the keys of its context
@@ -71,6 +71,7 @@ class Store:
         self._queued, self._raising = set[Key](), set[Key]()  # pages that were offered and are not kept yet; and those that come up
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
+        self._touches = Touches(touches, self._writer, ledger.ttl)
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         self.notes = None if disk is None else Notes(disk, self._writer, self.tags, ledger.ttl, clock)
         self._sharing = None if disk is None else Sharing(disk, bound, self._page_bytes, ledger, self._writer, self._done)
@@ -106,9 +107,7 @@ class Store:
         load = Load(found.parts, pages, self.speeds.patience(found.tokens), self._given_up, self._now)
         self.ledger.use(chain, self._clock())
         self._loads.append((load, tuple(chain)))
-        used = tuple(dict.fromkeys((*chain, *(part.card.key for part in found.parts)))) if self._touches else ()
-        for touch in self._touches:
-            self._writer.post(partial(touch, used))
+        self._touches.use(tuple(dict.fromkeys((*chain, *(part.card.key for part in found.parts)))))
         return load
 
     def go(self, *, needed: bool = False) -> None:
@@ -290,6 +289,7 @@ class Store:
         self.counts.saved["host"] += len(good)
         for tier in self.below:
             self._write(tier, offer.chain, good)
+        self._touches.follow(offer.chain, {card.key for card in good})
         self._passed([card.key for card in good])
 
     def _passed(self, keys: Sequence[Key]) -> None:

@@ -26,8 +26,9 @@ from pando.kv.run import Origin, Run
 from pando.kv.segment import Key
 from pando.model.decoder import Step
 from pando.model.load import Model
-from pando.store import transfer, worker
+from pando.store import touches, transfer, worker
 from pando.store.movers import Copy
+from pando.store.remote import SharedTier
 from pando.store.speeds import Speeds
 from pando.store.store import Store
 from pando.store.tier import Card, Lost, Reader, Tier
@@ -238,6 +239,31 @@ def test_a_conversation_continues_on_another_machine_from_a_shared_tier(model: M
     assert events[0].reuse.tiers["remote"] >= 100
     whole(second)
     second.close()
+
+
+def test_a_beginning_that_never_leaves_the_pool_stays_in_a_shared_tier_below_what_is_saved_behind_it(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody loads it there, and whoever saves a page behind it uses it."""
+    monkeypatch.setattr(touches, "EVERY", 0.0)
+    now = [time.time()]
+    one = engine_of(model, None, remote=str(tmp_path), ttl=60, kv_cache_tokens=960)
+    assert one.store is not None and one.store.scout is not None
+    shared = one.store.scout._inner
+    assert isinstance(shared, SharedTier)
+    monkeypatch.setattr(shared, "_clock", lambda: now[0])
+    monkeypatch.setattr(shared._folder, "_clock", lambda: now[0])
+    prompt = words(13, 40)
+    for turn in range(4):
+        prompt = [*prompt, *tokens_of(one, prompt), *words(60 + turn, 20)]
+        settled(one)
+        now[0] += 40
+        shared.expire()
+    one.close()
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    another = engine_of(model, None, remote=str(tmp_path), ttl=60, kv_cache_tokens=960)
+    assert ask(another, prompt)[0].reuse.tiers.get("remote", 0) >= len(prompt) - 20 - PAGE
+    another.close()
 
 
 def test_a_page_is_saved_once_however_many_turns_share_it(model: Model, tmp_path: Path) -> None:
