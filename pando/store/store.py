@@ -58,9 +58,8 @@ class Store:
         """`buffer`: so many pages may be on their way out of the pool at the same time. `disk`: the one among the tiers that remembers what
         was used, and whose bound in bytes counts for everyone who writes there. `touches` are told of pages that are used."""
         self.transfer, self.ledger, self.host, self.below = transfer, ledger, transfer.host, tuple(below)
-        self.counts, self.speeds = Counts(), Speeds()
+        self.counts, self.speeds, self.tags, self.rounds = Counts(), Speeds(), Tags(), transfer.shape.codec != "none"
         self._catalogue = Catalogue(ledger, self.counts, transfer.shape.page_size)
-        self.tags, self.rounds = Tags(), transfer.shape.codec != "none"
         self.tag, self.buffer, self._disk, self._clock, self._now, self.scout = self.tags.of, buffer, disk, clock, time.monotonic, scout
         self._page_bytes = transfer.shape.layers * transfer.codec.layer_bytes(transfer.shape, transfer.shape.page_size)
         self._offers: deque[Offer] = deque()
@@ -85,7 +84,7 @@ class Store:
 
     def look(self, sought: Sought) -> Found:
         """What is kept of it, from the first token on, if loading is worth its time."""
-        self._expire(self._clock())
+        self._expire()
         found = whole = self._catalogue.find(sought, self.host, self.below)
         while found.parts and not self.speeds.pays(found.sizes(self._page_bytes), found.tokens):
             found = found.nearer()
@@ -94,7 +93,7 @@ class Store:
 
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
         """What a row will need: its pages, and behind those that are kept the short end that it goes on from. Nobody else is asked."""
-        self._expire(self._clock())
+        self._expire()
         size, held = self.transfer.shape.page_size, len(self.ledger.find(keys))
         ours = [tier for tier in (self.host, *self.below) if tier.name in self.ledger.capacities]
         end, _ = self._catalogue.end(ours, keys[held - 1] if held else before, owners, tokens[held * size : (held + 1) * size], set())
@@ -272,9 +271,8 @@ class Store:
         self._saver.post(work)
 
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
-        """Makes room for a chain in a tier; answers which pages of it enter."""
-        self._expire(now := self._clock())  # first: the ledger does not say why something goes
-        kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), now, only)
+        """Makes room for a chain in a tier; answers which pages of it enter. The ledger would not say of what goes that it has expired."""
+        kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._expire(), only)
         self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
@@ -356,11 +354,12 @@ class Store:
         self._catalogue.hide(keys)
         self._writer.post(work)
 
-    def _expire(self, now: float) -> None:
-        """What nobody used for too long is not found by who looks for it now."""
-        if moves := self.ledger.expire(now):
+    def _expire(self) -> float:
+        """What nobody used for too long is not found by who looks for it now. Answers the time."""
+        if moves := self.ledger.expire(now := self._clock()):
             self._move(moves)
             self._catalogue.expire(move.key for move in moves)
+        return now
 
     def discard(self, keys: Sequence[Key]) -> None:
         """They are not what they should be, and leave every tier."""
@@ -394,7 +393,8 @@ class Store:
         self._raising.discard(key)
         self.ledger.unpin([key])
         self.counts.prefetched += lost is None
-        self.ledger.drop([key] if lost is not None else [], "host")
-        if lost is not None and lost.reason != "full":
-            self._lost(key, lost)
+        if lost is not None:
+            self.ledger.drop([key], "host")
+            if lost.reason != "full":
+                self._lost(key, lost)
         self._passed([key])
