@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Before torch loads OpenMP. Its threads spin for a while after each operation, which takes the cores from the other workers of this run
+# and costs several times the work itself. The number of threads stays as it is, and processes that tests start do the same.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import numpy as np
 import pytest
 import torch
