@@ -44,13 +44,12 @@ def alibi_slopes(heads: int, largest: float = 8.0) -> Tensor:
 
 def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of q [m, H, D] over k, v [n, K, D] under an additive bias [m, H or 1, n]: (out [m, H, D], lse [m, H]), at least fp32."""
-    group = q.shape[1] // k.shape[1]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.to(wide).repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("mhd,nhd->mhn", q.to(wide), k) * scale + bias.to(wide)
+    wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], q.shape[1] // k.shape[1])  # g query heads look at each of k
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    scores = torch.einsum("mkgd,nkd->mkgn", q.unflatten(1, groups), k).flatten(1, 2) * scale + bias.to(wide)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return torch.einsum("mhn,nhd->mhd", weights, v), lse
+    return torch.einsum("mkgn,nkd->mkgd", weights.unflatten(1, groups), v).flatten(1, 2), lse
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class Forest:
 
     def exact(self, q: torch.Tensor) -> torch.Tensor:
         flat = list(reads_of(plan(self.views, PAGE, cost=NEVER), self.counts).each())
-        return reference.attend(q.double(), self.k.double(), self.v.double(), flat, self.positions, self.geometry)
+        return reference.attend(q.double(), self.k, self.v, flat, self.positions, self.geometry)  # as wide as the queries are
 
 
 def paths(reads: Reads, positions: torch.Tensor, geometry: Geometry) -> dict[str, Lowering | NativeLowering]:
