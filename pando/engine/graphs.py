@@ -7,6 +7,7 @@ its way into the pool, there is a graph for each layer, and each waits for its o
 
 import gc
 import logging
+import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -36,6 +37,8 @@ ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: wha
 SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
 SCARCE = 3  # times that graphs find no memory, or leave none, after which no more are captured: it would be so again
+
+_one_at_a_time = threading.Lock()  # captures of several engines in one process would break each other
 
 Found = tuple[Tensor, Likeliest]  # logits, and what is likeliest by them: most steps ask for nothing else
 Repeat = Callable[[], Found]
@@ -262,7 +265,7 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
         cuts, waited = _Cuts(memory), pool.arrivals
         pool.arrivals = (cuts,) if layered else ()
         try:
-            with torch.cuda.stream(stream), _kept(), cuts:
+            with _one_at_a_time, torch.cuda.stream(stream), _kept(), cuts:
                 found = work()
         finally:
             pool.arrivals = waited
