@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidOption
-from .random_model import SHAPES, byte_vocabulary
+from ..model.config import ModelConfig
+from ..model.load import Model
+from .random_model import byte_vocabulary, random_config
 
 PROBE_TOKENS = 8
 HOPELESS = 3  # a dtype this many times slower than another is not measured further
@@ -138,13 +140,24 @@ def usable(directory: Path, prompt: Sequence[int]) -> list[Baseline]:
 
 def write_random_model(directory: Path) -> None:
     """SmolLM2-135M in all but what it learnt, with a tokenizer of 256 bytes."""
-    hidden, layers, heads, kv_heads, size, wide, vocab, base = SHAPES["smollm2-135m"]
-    config = library().LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=size, intermediate_size=wide, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1,
-        eos_token_id=2, dtype="float32", rope_parameters={"rope_type": "default", "rope_theta": base},
-    )  # fmt: skip
+    config = _config(random_config("smollm2-135m", 8192), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32")
     torch.manual_seed(0)
     library().LlamaForCausalLM(config).save_pretrained(str(directory))
     byte_vocabulary().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8192}), encoding="utf-8")
+
+
+def random_baseline(like: Model) -> Any:
+    """A model of the same shape, with random weights of its own, on the same device."""
+    with like.device:
+        return library().AutoModelForCausalLM.from_config(_config(like.config), dtype=like.dtype, attn_implementation="sdpa").eval()
+
+
+def _config(facts: ModelConfig, **more: object) -> Any:
+    assert facts.rope is not None
+    return library().LlamaConfig(
+        vocab_size=facts.vocab_size, hidden_size=facts.hidden_size, num_hidden_layers=facts.layers, num_attention_heads=facts.heads,
+        num_key_value_heads=facts.kv_heads, head_dim=facts.head_dim, intermediate_size=facts.intermediate_size,
+        max_position_embeddings=facts.max_positions, rms_norm_eps=facts.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": facts.rope.theta}, **more,
+    )  # fmt: skip

@@ -33,13 +33,18 @@ def dressed(shape: str, config: ModelConfig, weights: Weights, *, compiled: bool
     return assembled(config, weights, tokenizer, b"random " + shape.encode(), kind, place, compiled=compiled)
 
 
-def random_weights(shape: str, place: device, kind: dtype, positions: int, *, quantization: str = "none") -> tuple[ModelConfig, Weights]:
+def random_config(shape: str, positions: int) -> ModelConfig:
     hidden, layers, heads, kv_heads, size, wide, vocab, base = SHAPES[shape]
-    config = ModelConfig(
+    return ModelConfig(
         family="llama", vocab_size=vocab, hidden_size=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=size,
         intermediate_size=wide, max_positions=positions, positions="rope", norm="rms", norm_eps=1e-5, activation="silu", gated=True,
         block="sequential", softmax_scale=size**-0.5, rope=Rope(base, size),
     )  # fmt: skip
+
+
+def random_weights(shape: str, place: device, kind: dtype, positions: int, *, quantization: str = "none") -> tuple[ModelConfig, Weights]:
+    hidden, layers, heads, kv_heads, size, wide, vocab, _ = SHAPES[shape]
+    config = random_config(shape, positions)
     make = Generator(place).manual_seed(0)
 
     def weight(*shape: int) -> Tensor:

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from pando.bench.attention.clock import Clock, Limits
 from pando.bench.random_model import dressed, random_weights
-from pando.bench.throughput import command, decode, grid, relay
+from pando.bench.throughput import cold, command, decode, grid, relay
 from pando.bench.throughput.chunk import Crowd
 from pando.bench.throughput.chunk import promises as of_crowds
 from pando.bench.throughput.decode import LEAST, WARM, Pace, Passes, Replays, Unsteady, Window, _full_steps
@@ -23,7 +24,7 @@ from pando.bench.throughput.relay import Load, knee, of_jobs, of_services
 from pando.bench.throughput.report import Report
 from pando.bench.throughput.service import ANSWERS, PROMPTS, Job, Served, jobs_of, lengths_of, serve, warm
 from pando.bench.throughput.setting import FLAT, NONE, SHARED, Setting, engine_config, unattended
-from pando.bench.trial import drawn
+from pando.bench.trial import Trial, ask, drawn
 from pando.cli import main
 from pando.engine.engine import Engine
 from pando.engine.graphs import SIZES
@@ -412,6 +413,32 @@ def test_a_crowd_holds_less_where_its_prompt_is_shared(tmp_path: Path) -> None:
     held = {line["mode"]: line["kv_bytes"] for line in lines}
     page = 64 * 2 * 2 * 2 * 8 * 4  # two layers of K and V, two heads of 8, fp32
     assert held == {SHARED: (4 + 3) * page, "unshared": 3 * 5 * page}
+
+
+def test_of_a_cold_prompt_nothing_is_reused_and_it_stands_beside_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reused = list[int]()
+
+    def asked(engine: Engine, prompts: list[list[int]]) -> Trial:
+        trial = ask(engine, prompts)
+        reused.append(trial.device)
+        return trial
+
+    monkeypatch.setattr(cold, "ask", asked)
+    lines = run(tmp_path, "--only", "cold", "--repeats", "2", "--plot", str(tmp_path / "cold.svg"))["cold"]
+    assert [line["tokens"] for line in lines] == [16, 64] and reused == [0] * 6, "one more of each is the warm-up"
+    assert all(len(line[name]) == 2 for line in lines for name in ("ms", "theirs_ms"))  # type: ignore[arg-type]
+    short, long = (line["attention_ms"] for line in lines)
+    assert long == pytest.approx(short * 64 * 65 / (16 * 17))  # type: ignore[operator]
+    assert (tmp_path / "cold.svg").exists()
+
+
+def test_without_transformers_cold_prompts_are_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    file = tmp_path / "found.json"
+    assert main(["bench", "throughput", *CPU, "--json", str(file), "--only", "cold"]) == 0
+    found = json.loads(file.read_text())
+    assert [line["over_theirs"] for line in found["tables"]["cold"]] == [None, None]
+    assert "pip install 'pando-llm[bench]'" in found["skipped"][0]["reason"]
 
 
 @pytest.mark.usefixtures("one_thread")

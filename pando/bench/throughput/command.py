@@ -14,7 +14,7 @@ from ..measure import machine, show, table
 from ..options import above_zero, picture
 from ..random_model import SHAPES, dressed, random_weights
 from ..subject import add_device
-from . import chunk, grid, prompt_cache, relay, steps
+from . import chunk, cold, grid, prompt_cache, relay, steps
 from .report import Draw, Report, draw
 from .setting import Setting
 
@@ -31,6 +31,7 @@ class Table(NamedTuple):
 TABLES = {
     "hydragen": Table("many rows behind one prefix: batch, prefix and new tokens", grid.measure),
     "steps": Table("steps without sharing: against the weights, and idle time", steps.measure),
+    "cold": Table("first tokens of prompts of which nothing is known, beside transformers", cold.measure),
     "relay": Table("a batch job and a service behind a system prompt", relay.measure),
     "chunk": Table("latency, KV bytes and rows at a given rate", chunk.measure),
     "prompt-cache": Table("first tokens behind modules in the pool and in host memory", prompt_cache.measure),
@@ -38,6 +39,7 @@ TABLES = {
 DRAWN: dict[str, Draw] = {
     grid.TABLE: grid.draw,
     steps.TABLE: steps.draw,
+    cold.TABLE: cold.draw,
     relay.JOB: relay.draw_job,
     relay.SERVICE: relay.draw_service,
     chunk.TABLE: chunk.draw,
@@ -45,7 +47,7 @@ DRAWN: dict[str, Draw] = {
 }
 QUICK = {
     "batches": [2], "prefixes": [64, 128], "new": [9], "steps": 3, "prompts": [16, 64], "requests": 12, "rows": 4,
-    "longest": 12, "arrivals": [50.0, 200.0],
+    "cold_prompts": [16, 64], "longest": 12, "arrivals": [50.0, 200.0],
     "chunk_prompts": [64, 128], "chunk_arrivals": [100.0, 100.0], "chunk_requests": 3, "chunk_answer": 8,
     "module_tokens": 600, "repeats": 1,
 }  # fmt: skip
@@ -90,12 +92,12 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
     place = choose_device(arguments.device)
     kind = choose_dtype(arguments.dtype, place)
     shape = arguments.shape or USUAL[place.type]
-    positions = max(POSITIONS, max(arguments.prefixes) + 2 * max(arguments.new))
+    positions = max(POSITIONS, max(arguments.prefixes) + 2 * max(arguments.new), max(arguments.cold_prompts) + 8)
     config, weights = random_weights(shape, place, kind, positions, quantization=arguments.quantization)
     model = dressed(shape, config, weights).with_states(arguments.kv_dtype)
     limits = Limits(place, arguments.bandwidth, arguments.rate)
     facts = machine(command)
-    if not arguments.only or {"hydragen", "steps"} & set(arguments.only):
+    if not arguments.only or {"hydragen", "steps", "cold"} & set(arguments.only):
         name = str(kind).removeprefix("torch.")
         facts |= {"bandwidth TB/s": f"{limits.bandwidth:.3g}", "rate TFLOP/s": f"{limits.rate(name):.3g}"}
     facts |= {"model": f"random weights in the shape of {shape}", "device": device_name(place), "dtype": str(kind)}
@@ -131,6 +133,7 @@ def _parser() -> Parser:
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write what is measured, anew with every line")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw a panel for each table: .svg, .png or .pdf")
     grid.add_options(parser.add_argument_group("hydragen and steps; the modes are also those of relay"))
+    cold.add_options(parser.add_argument_group("cold"))
     relay.add_options(parser.add_argument_group("relay"))
     chunk.add_options(parser.add_argument_group("chunk"))
     prompt_cache.add_options(parser.add_argument_group("prompt-cache"))
