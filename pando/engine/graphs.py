@@ -38,7 +38,7 @@ SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
 SCARCE = 3  # times that graphs find no memory, or leave none, after which no more are captured: it would be so again
 
-_one_at_a_time = threading.Lock()  # captures of several engines in one process would break each other
+_one_at_a_time = threading.Lock()  # captures of several engines in one process: whoever waits for the device breaks those under way
 
 Found = tuple[Tensor, Likeliest]  # logits, and what is likeliest by them: most steps ask for nothing else
 Repeat = Callable[[], Found]
@@ -257,18 +257,19 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
 
     def capture(work: Callable[[], Found], layered: bool) -> Repeat:
         nonlocal memory
-        torch.cuda.synchronize(device.where)
-        if not graphs:  # all were let go, and memory that none holds cannot be captured into again
-            memory = torch.cuda.graph_pool_handle()
-        if torch.cuda.mem_get_info(device.where)[0] < ROOM:
-            torch.cuda.empty_cache()
-        cuts, waited = _Cuts(memory), pool.arrivals
-        pool.arrivals = (cuts,) if layered else ()
-        try:
-            with _one_at_a_time, torch.cuda.stream(stream), _kept(), cuts:
-                found = work()
-        finally:
-            pool.arrivals = waited
+        with _one_at_a_time:
+            torch.cuda.synchronize(device.where)
+            if not graphs:  # all were let go, and memory that none holds cannot be captured into again
+                memory = torch.cuda.graph_pool_handle()
+            if torch.cuda.mem_get_info(device.where)[0] < ROOM:
+                torch.cuda.empty_cache()
+            cuts, waited = _Cuts(memory), pool.arrivals
+            pool.arrivals = (cuts,) if layered else ()
+            try:
+                with torch.cuda.stream(stream), _kept(), cuts:
+                    found = work()
+            finally:
+                pool.arrivals = waited
         graphs.update(cuts.graphs)
         first, *layers = cuts.graphs
 

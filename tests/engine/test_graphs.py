@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -269,3 +270,15 @@ def test_on_a_gpu_captured_steps_answer_as_others_do(dtype: torch.dtype) -> None
     assert engine.graphs is not None and engine.graphs.replays > engine.graphs.captures
     same = [[e.token for e in found[name]] == [e.token for e in plain[name]] for name in plain]
     assert all(same) if dtype == torch.float32 else sum(same) >= 10  # in 16 bits, a tie may fall either way
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are captured there only")
+def test_on_a_gpu_two_engines_in_one_process_both_capture() -> None:
+    model = tiny_model(size=64, device=torch.device("cuda"))
+    asked = [Request(str(i), prompt(i % 3, 70 + 9 * i), greedy(20 + 5 * i)) for i in range(12)]
+    options = {"page_size": 16, "kv_cache_tokens": 16384, "max_num_batched_tokens": 512}
+    engines = [tiny_engine(model, **options) for _ in range(2)]
+    with ThreadPoolExecutor() as threads:
+        one, other = threads.map(lambda engine: run(engine, asked), engines)
+    assert {name: [e.token for e in each] for name, each in one.items()} == {name: [e.token for e in each] for name, each in other.items()}
+    assert all(engine.graphs is not None and engine.graphs.replays > engine.graphs.captures > 2 for engine in engines)
