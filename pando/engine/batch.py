@@ -225,6 +225,15 @@ class Batcher:
         self._ready = reads
         return self._attend(at)
 
+    def falls_back(self, error: BaseException) -> bool:
+        """Does the definition take the place of kernels that could not do a step? Of some shapes a compiler says so only when they come."""
+        if self.lower is None or not type(error).__module__.startswith("triton"):
+            return False
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        log.warning("Pando's own GPU kernels of attention could not do a step; from now on the slow definition does them: %s", reason)
+        self.lower = self._lowering = self._ready = None
+        return True
+
     def _put(self, read: reference.Read) -> reference.Read:
         slots, queries, shifts = (numbers.to(self.device) for numbers in (read.slots, read.queries, read.shifts))
         return reference.Read(slots, read.first, queries, shifts)

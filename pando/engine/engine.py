@@ -195,9 +195,11 @@ class Engine:
                     raise
                 sizes = self.scheduler.budget, self.scheduler.max_rows
                 log.warning("a step did not fit into the memory; from now on it has at most %d tokens of %d rows", *sizes)
-            except BaseException:
+            except BaseException as error:
                 self._whole.begin_again()
-                raise
+                if not self.batcher.falls_back(error):
+                    raise
+                self.graphs = None
 
     def _begin_again(self) -> None:
         self._flight = None

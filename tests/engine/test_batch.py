@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from pando.engine.batch import lowering_for, reads_of
+from pando.engine.batch import Lowered, lowering_for, reads_of
 from pando.engine.request import Request
 from pando.kernels import reference
 from pando.kernels.cpu import Lowering
@@ -16,7 +16,7 @@ from pando.kernels.rope import frequencies, rotate, turns
 from pando.kv.plan import ALWAYS, NEVER, CostModel, RowView, plan
 from pando.kv.segment import Placement, Segment
 
-from ..tiny import greedy, native_library, tiny_engine
+from ..tiny import greedy, native_library, run, tiny_engine
 
 PAGE = 4
 LENGTHS = [0, 1, PAGE - 1, PAGE, PAGE, PAGE + 1, 2 * PAGE, 10 * PAGE]  # of a segment
@@ -177,6 +177,37 @@ def test_a_gpu_whose_kernels_do_not_work_takes_the_definition_and_says_so_once(
     assert lowering_for(torch.device("meta"), torch.float32, geometry, 64, None) is None
     assert reason in caplog.text
     assert len(caplog.records) == 1
+
+
+class Refused(Exception):
+    """As a compiler raises it: of a shape that no probe has tried."""
+
+    __module__ = "triton.runtime.errors"
+
+
+def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    asked = [Request(str(i), [(7 * i + j) % 256 for j in range(20 + 9 * i)], greedy(12)) for i in range(4)]
+    expected = run(tiny_engine(), asked)
+    engine, seen = tiny_engine(), list[int]()
+    made = engine.batcher.lower or Lowering
+
+    def lower(reads: Reads, positions: torch.Tensor, geometry: Geometry) -> Lowered:
+        seen.append(len(positions))
+        if len(seen) == 4:
+            raise Refused("out of resource: shared memory")
+        return made(reads, positions, geometry)
+
+    engine.batcher.lower = lower
+    found = run(engine, asked)
+    assert {name: [event.token for event in each] for name, each in found.items()} == {
+        name: [event.token for event in each] for name, each in expected.items()
+    }
+    assert len(seen) == 4 and [record.message for record in caplog.records] == [
+        "Pando's own GPU kernels of attention could not do a step; from now on the slow definition does them: "
+        "Refused: out of resource: shared memory"
+    ]
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
 
 
 def test_a_gpu_is_not_given_pages_that_its_kernels_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
