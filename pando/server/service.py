@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 WORKERS = 4  # threads that tokenise, render and compile grammars
 MAX_RETRY_AFTER = 60
+NO_TOKEN = "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use another dtype"
 
 
 class Busy(PandoError):
@@ -87,30 +88,29 @@ class Ticket:
     def fail(self, error: PandoError) -> None:
         self._failure = error
         if self.open_answers:
-            self.outcome = "stopped" if isinstance(error, Stopped) else "failed"
+            self.outcome = "stopped" if isinstance(error, Stopped) else "timeout" if isinstance(error, TimedOut) else "failed"
         self._filled.set()
 
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenEvent]]]:
         """What came since the last time, with the place of its prompt; until every answer has ended."""
-        while self.open_answers:
-            try:
-                async with asyncio.timeout(self._deadline - time.perf_counter()):
-                    await self._filled.wait()
-            except TimeoutError:
-                self.outcome = "timeout"
-                raise TimedOut("the request took longer than it may; ask for fewer tokens, or raise --request-timeout") from None
-            if self._failure is not None:
-                raise self._failure
-            events, self._inbox = self._inbox, []
-            self._filled.clear()
-            self.open_answers -= sum(event.finish_reason is not None for event in events)
-            if any(event.finish_reason == "error" for event in events):
-                self.outcome = "failed"
-                raise Lost(
-                    "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use "
-                    "another dtype"
-                )
-            yield [(self.names[event.request_id], event) for event in events]
+        late = TimedOut("the request took longer than it may; ask for fewer tokens, or raise --request-timeout")
+        timer = asyncio.get_running_loop().call_later(self._deadline - time.perf_counter(), self.fail, late)  # one for all tokens
+        try:
+            while self.open_answers:
+                await self._filled.wait()
+                if time.perf_counter() >= self._deadline:  # before a busy loop has come to the timer
+                    self.fail(late)
+                if self._failure is not None:
+                    raise self._failure
+                events, self._inbox = self._inbox, []
+                self._filled.clear()
+                self.open_answers -= sum(event.finish_reason is not None for event in events)
+                if any(event.finish_reason == "error" for event in events):
+                    self.outcome = "failed"
+                    raise Lost(NO_TOKEN)
+                yield [(self.names[event.request_id], event) for event in events]
+        finally:
+            timer.cancel()
 
 
 class Service:
