@@ -97,6 +97,8 @@ class Engine:
         """Hardly anything is compiled any more when requests come."""
         if self.batcher.lower is not None:
             warm_up(self.model, self.pages.page_size)
+            if self.graphs is not None:
+                self.graphs.warm_up()
 
     def tend(self) -> float | None:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""

@@ -155,6 +155,11 @@ class Graphs:
             self._fail(" ".join(str(error).split())[:300])
             return None
 
+    def warm_up(self) -> None:
+        """What finds the likeliest tokens is compiled: for one row, and for several, whose answers are aligned otherwise."""
+        for rows in (1, 2):
+            self._find(self._logits.new_zeros(rows, self._logits.shape[1]))
+
     def let_go(self) -> bool:
         """There is no memory for a step. Graphs keep theirs, of all kinds of steps that ever came: gives it back, and says whether there
         was any."""
