@@ -105,10 +105,8 @@ def scores(raw: Tensor, tokens: Tensor, wanted: list[int]) -> list[Score]:
 def scored(raw: Tensor, tokens: Tensor, width: int) -> Tensor:
     """What `listed` makes a score of, without waiting for it: [n, 2 + 2 width], fp64."""
     bits = (raw + 0.0).view(torch.int32)  # never -0
-    order = (
-        bits ^ (bits >> 31 & 0x7FFFFFFF)
-    ).long() << 32  # as whole numbers they are in the same order; below, a tie goes to the lower id
-    order += 0xFFFFFFFF - torch.arange(raw.shape[1], device=raw.device)
+    order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32  # whole numbers in the order of the logprobs;
+    order += 0xFFFFFFFF - torch.arange(raw.shape[1], device=raw.device)  # of a tie, the lower id is the larger one
     at = tokens.clamp(min=0)[:, None]
     ids = 0xFFFFFFFF - (order.topk(width).values & 0xFFFFFFFF)
     rank = (order >= order.gather(1, at)).sum(-1, keepdim=True)
