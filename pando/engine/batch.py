@@ -120,6 +120,11 @@ class Unread(NamedTuple):
     rows: Sequence[Row]
     tokens: Tensor  # those, in the same order
 
+    @property
+    def is_bound(self) -> bool:
+        """Must they be known before more are chosen? A grammar tells only then what may come."""
+        return any(row.constraint is not None for row in self.rows)
+
 
 class Fed(NamedTuple):
     """Tokens of a step that are not known on the host."""

@@ -33,7 +33,7 @@ from .pins import Pin, Pins, Turn
 from .repair import Repairer
 from .request import Request, Tenant, TokenEvent
 from .row import Row, Schedule
-from .sampler import NO_TOKEN, Choices, Sampler
+from .sampler import NO_TOKEN, NOBODY, Choices, Sampler
 from .scheduler import Scheduler
 from .scores import take_scores
 from .sizing import context_of, page_count, pool_of
@@ -167,18 +167,20 @@ class Engine:
         before = self._flight
         if before is None:
             self._flight = self._launch(self.scheduler.next())
-            if self._flight.may_be_followed and self._overlap and not self._amended:
+            if self._flight.schedule.plain and self._overlap and not self._amended:
                 return
             before, self._flight = self._flight, None
         else:
-            schedule = self.scheduler.ahead(before.schedule) if before.may_be_followed else None
+            schedule = self.scheduler.ahead(before.schedule) if before.schedule.plain else None
             self._flight = self._launch(schedule) if schedule is not None else None
         self._settle(before)
+        if self._flight is not None and (logits := self._flight.logits) is not None:
+            self._flight = self._flight._replace(chosen=self._sample(self._flight.schedule, logits), logits=None)
 
     def _launch(self, schedule: Schedule) -> Flight:
-        began = time.perf_counter()
-        logits = self._forward(schedule)
-        return Flight(schedule, self._sample(schedule, logits), self._counting.step(schedule), began)
+        began, logits = time.perf_counter(), self._forward(schedule)
+        chosen = None if self._unread is not None and self._unread.is_bound else self._sample(schedule, logits)
+        return Flight(schedule, self._counting.step(schedule), began, logits if chosen is None else None, chosen)
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
@@ -232,24 +234,24 @@ class Engine:
         return logits
 
     def _sample(self, schedule: Schedule, logits: Tensor) -> Choices:
-        """The rows that have caught up get their next token."""
+        """The rows that have caught up get their next token; whatever it is, where they have ended meanwhile."""
         likeliest = self.graphs.likeliest if self.graphs is not None else None
         if schedule.scored:
             logits, likeliest = take_scores(schedule, logits), None
-        return self.sampler.choose(logits, schedule.ready, self._unread, likeliest)
+        rows = [row if row in self.answers else NOBODY for row in schedule.ready]
+        return self.sampler.choose(logits, rows, self._unread, likeliest)
 
     @property
     def _unread(self) -> Unread | None:
         """What the step before chose, if nobody here knows it yet."""
-        before = self._flight
-        return Unread(before.schedule.ready, before.chosen.tokens) if before is not None and before.schedule.ready else None
+        return self._flight.unread if self._flight is not None else None
 
     def _settle(self, flight: Flight) -> None:
         schedule, self.facts = flight.schedule, flight.facts
         self.scheduler.settle(schedule)  # while the device computes: whatever is asked of it now comes behind that
         while self._begun:
             self._begun.popitem()[1].prepare()
-        chosen, are_fed = flight.chosen.read()
+        chosen, are_fed = flight.read()
         self._amended = not are_fed
         if not are_fed and self._flight is not None:
             self._flight = None

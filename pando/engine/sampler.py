@@ -50,6 +50,13 @@ class Choice(Protocol):
     def constraint(self) -> Constraint | None: ...
 
 
+class _Nobody:
+    params, seed, prompt, output, blocked, constraint = SamplingParams(temperature=0), 0, (), (), (), None
+
+
+NOBODY = _Nobody()  # in the place of a row that has ended
+
+
 class Chosen(NamedTuple):
     """`token` is NO_TOKEN when none could be chosen: a logit was NaN or +inf, or every one was -inf.
 
@@ -102,7 +109,6 @@ class Choices(NamedTuple):
 
     tokens: Tensor  # [N], where they were computed: what the next step takes, something in place of NO_TOKEN
     told: Returning  # the same on their way here
-    free: bool = True  # can the next ones be chosen before anyone here knows these?
     open: _Open | None = None
     scored: _Scored | None = None
 
@@ -214,7 +220,7 @@ class Sampler:
         best, tokens = logits.max(dim=-1)
         left = self._draw(logits, best, tokens, groups.random, groups.members, ahead) if groups.random is not None else None
         told, logprobs = _told(best, tokens), _score(raw, tokens[groups.scored_at], groups) if raw is not None else None
-        return Choices(tokens, Returning(told), not groups.constrained, left, logprobs)
+        return Choices(tokens, Returning(told), left, logprobs)
 
     def forget(self, row: Choice) -> None:
         """Drops what is kept of a row that has ended; a row never seen is no error."""

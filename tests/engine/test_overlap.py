@@ -1,6 +1,8 @@
 """The next step is asked for before the last one is read: what is told is the same, and nothing of a token too many is left."""
 
+import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -103,14 +105,32 @@ def test_only_on_a_gpu_steps_overlap_without_being_asked_to(model: Model, monkey
 
 
 def test_what_has_to_be_known_for_the_next_choice_is_read_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while the device computes what it is chosen by."""
     text = model.tokenizer.encode("sesame")
     params = SamplingParams(max_tokens=6, top_p=0.9, seed=3, logprobs=1, repetition_penalty=1.3)
-    requests = [Request("r", prompt(1), params, constraint=lambda: Only(text))]
-    expected = run(tiny_engine(model), requests)
+    requests = [Request("r", prompt(1), params, constraint=lambda: Only(text)), Request("other", prompt(2), greedy(9))]
+    expected = run(tiny_engine(model, overlap=False), requests)
+    engine = tiny_engine(model, overlap=True)
+    log, choose = watch(engine, monkeypatch), engine.sampler.choose
+    monkeypatch.setattr(engine.sampler, "choose", lambda *given: (log.append("choose"), choose(*given))[1])
+    assert told(run(engine, requests)) == told(expected)
+    order = re.sub("r+", "r", "".join(each[0] for each in log))  # what was chosen has several parts
+    assert order == "ac" + "arc" * 6 + "acr" * 2, "while one is bound, a step is asked for, the one before is read, and only then is chosen"
+
+
+def test_an_answer_that_ends_by_its_grammar_makes_nobody_compute_twice(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {name: model.tokenizer.encode(name) for name in ("yes", "maybe", "certainly")}
+    bound = [
+        Request(name, prompt(3), SamplingParams(max_tokens=30, seed=1), constraint=partial(Only, text)) for name, text in texts.items()
+    ]
+    requests = [*bound, Request("other", prompt(2), greedy(20))]
+    expected = run(tiny_engine(model, overlap=False), requests)
     engine = tiny_engine(model, overlap=True)
     log = watch(engine, monkeypatch)
     assert told(run(engine, requests)) == told(expected)
-    assert log.count("ask") == 6 and ("ask", "ask") not in pairwise(log)
+    assert log.count("ask") == 20
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
 
 
 @pytest.mark.parametrize(
