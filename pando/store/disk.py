@@ -12,6 +12,7 @@ from .folder import Finding, Folder
 from .index import Entry
 from .pagefile import PageFile
 from .tier import Card, Lost, NoRoom, Shape, remember_end
+from .touches import every
 
 SPARE = 2**14  # bytes that a page takes beside its file, at most: folders, and rows of the index
 
@@ -139,6 +140,15 @@ class DiskTier:
         with self._folder.hint():
             self._folder.index.touch([(self._tag, key) for key in keys], self._clock())
 
+    def unused(self, keys: Sequence[Key], ttl: float, now: float) -> Sequence[Key]:
+        """Those of these that no other process used within the TTL, and nobody pinned. The caller's own uses may be told a little later
+        than they were, and what was used in the future was told by a clock that has been set back."""
+        late = every(ttl)
+        with self._folder.hint():
+            used = self._folder.index.used(self._tag, keys, now - ttl + late, now + late)
+            return [key for key in keys if key not in used]
+        return keys
+
     def pin(self, keys: Sequence[Key], pinned: bool = True) -> None:
         self._folder.pin([(self._tag, key) for key in keys], pinned)
 
@@ -173,14 +183,15 @@ class DiskTier:
         self._forget([entry.key for entry in found if entry.shape == self._tag])
         return self._folder.remove([(entry.shape, entry.key) for entry in found])
 
-    def share(self, bound: int, keep: Container[Key], held: Sequence[Key]) -> list[Key]:
+    def share(self, bound: int, keep: Container[Key], held: Sequence[Key], ttl: float | None = None) -> list[Key]:
         """The bound is one for all processes that write here: makes room as above, and answers which of the pages that the caller holds are
-        not there any more, whoever removed them."""
+        not there any more, whoever removed them. What it does not hold, and nobody used within the TTL, goes too: who wrote it may have
+        ended."""
         if self._folder.renew():
             with self._lock:
                 self._last, self._changes, self._shared_at = 0, -1, -1
             self._refresh()
-        removed = self.make_room(bound, keep)
+        removed = self._tidy(ttl, keep, frozenset(held)) + self.make_room(bound, keep)
         with self._folder.hint():
             changes, before = self._folder.index.changes(), self._shared_at
             self._shared_at = changes
@@ -191,6 +202,11 @@ class DiskTier:
             self._forget(gone)
             return gone
         return []
+
+    def _tidy(self, ttl: float | None, keep: Container[Key], held: Container[Key]) -> int:
+        where = "shape = ? AND NOT pinned AND used < ?"
+        old = self._folder.entries(where, [self._tag, self._clock() - ttl]) if ttl is not None else ()
+        return self._remove([entry for entry in old if entry.key not in keep and entry.key not in held])
 
     def verify(self) -> Iterator[Finding]:
         """Reads all of every page in the directory."""

@@ -150,6 +150,15 @@ class Index:
         [(size,)] = self._read("SELECT COALESCE(SUM(size), 0) FROM pages")
         return int(size)
 
+    def used(self, shape: str, keys: Sequence[Key], since: float, until: float) -> set[Key]:
+        """Those of these that were used in this time, or are pinned."""
+        found = set[Key]()
+        for start in range(0, len(keys), ASKED):
+            some = keys[start : start + ASKED]
+            where = f"shape = ? AND (used BETWEEN ? AND ? OR pinned) AND key IN ({', '.join('?' for _ in some)})"
+            found.update(key for (key,) in self._read(f"SELECT key FROM pages WHERE {where}", (shape, since, until, *some)))
+        return found
+
     def changes(self) -> int:
         """A number that is another one after other processes have written."""
         [(version,)] = self._read("PRAGMA data_version")

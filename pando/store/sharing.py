@@ -11,6 +11,7 @@ from .disk import DiskTier
 from .facts import Room
 from .ledger import Ledger
 from .tier import Lost, NoRoom
+from .touches import every
 from .worker import Worker
 
 SHARE = 16  # a directory is looked at whenever one in so many of the pages that it may hold is new
@@ -27,6 +28,7 @@ class Sharing:
         self._disk, self._bound, self._ledger, self._writer, self._done = disk, bound, ledger, writer, done
         self._often, self._wrote = max(1, min(MOST, bound // page_bytes // SHARE)), 0
         self._page_bytes, self._file_bytes = page_bytes, disk.file_bytes(page_bytes)
+        self._looks = time.monotonic() + every(ledger.ttl)  # again, by then
         self._capacity, self._until, self._vain = ledger.capacities.get(disk.name, 0), math.inf, 0
         disk.gives_way = True
 
@@ -45,13 +47,15 @@ class Sharing:
     def _wrote_one(self, unwritten: Container[Key]) -> None:
         self._wrote += 1
         self._vain = 0
-        if self._wrote % self._often or self._disk.is_full:  # then it is what was there before
+        is_due = not self._wrote % self._often or time.monotonic() >= self._looks
+        if not is_due or self._disk.is_full:  # then it is what was there before
             return
+        self._looks = time.monotonic() + every(self._ledger.ttl)
         tier, needed = self._disk.name, frozenset(self._ledger.queue.needs)
         held = [page.key for page in self._ledger.held(tier) if page.key not in unwritten]
 
         def work() -> None:
-            self._done.put(partial(self._ledger.drop, self._disk.share(self._bound, needed, held), tier))
+            self._done.put(partial(self._ledger.drop, self._disk.share(self._bound, needed, held, self._ledger.ttl), tier))
 
         self._writer.post(work)
 

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from queue import SimpleQueue
 
 from ..kv.segment import Key
@@ -272,7 +271,7 @@ class Store:
 
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter. The ledger would not say of what goes that it has expired."""
-        kept = self.ledger.keep(tier, list(zip(chain, repeat(self._page_bytes))), self._expire(), only)
+        kept = self.ledger.keep(tier, [(key, self._page_bytes) for key in chain], self._expire(), only)
         self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
@@ -340,15 +339,16 @@ class Store:
 
     # ---- what leaves a tier, and what comes up
 
-    def _move(self, moves: Sequence[Move]) -> None:
-        """What leaves host memory is further down already, or is let go."""
+    def _move(self, moves: Sequence[Move], ttl: float | None = None) -> None:
+        """What leaves host memory is further down already, or is let go. `ttl`: unless others used it, which the ledger cannot know."""
         self._passed([move.key for move in moves if move.source == "host"])
         for move in [move for move in moves if move.source != "host"]:
-            self._remove([move.key], move.source)
+            self._remove([move.key], move.source, ttl)
 
-    def _remove(self, keys: Sequence[Key], tier: str) -> None:
+    def _remove(self, keys: Sequence[Key], tier: str, ttl: float | None = None) -> None:
         def work() -> None:
-            self.transfer.tiers[tier].drop(keys)
+            going = keys if ttl is None or self._disk is None else self._disk.unused(keys, ttl, self._clock())
+            self.transfer.tiers[tier].drop(going)
             self._done.put(partial(self._catalogue.forget, keys))
 
         self._catalogue.hide(keys)
@@ -357,7 +357,7 @@ class Store:
     def _expire(self) -> float:
         """What nobody used for too long is not found by who looks for it now. Answers the time."""
         if moves := self.ledger.expire(now := self._clock()):
-            self._move(moves)
+            self._move(moves, self.ledger.ttl)
             self._catalogue.expire(move.key for move in moves)
         return now
 

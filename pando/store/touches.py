@@ -9,9 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..kv.segment import Key
-from .worker import Worker
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 EVERY, SHARE = 600.0, 16  # seconds between two times that a chain is told, or one in so many of those that it may stay unused
 REMEMBERED = 2**14  # chains
@@ -19,10 +22,15 @@ REMEMBERED = 2**14  # chains
 Touch = Callable[[Sequence[Key]], None]
 
 
+def every(ttl: float | None) -> float:
+    """Seconds by which what is told of a use may be behind it."""
+    return EVERY if ttl is None else min(EVERY, ttl / SHARE)
+
+
 class Touches:
-    def __init__(self, touches: Sequence[Touch], writer: Worker, ttl: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, touches: Sequence[Touch], writer: "Worker", ttl: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._touches, self._writer, self._clock = tuple(touches), writer, clock
-        self._every = EVERY if ttl is None else min(EVERY, ttl / SHARE)
+        self._every = every(ttl)
         self._told: OrderedDict[Key, float] = OrderedDict()  # the last page of a chain: since when all of it may not have been told
 
     def use(self, keys: Sequence[Key]) -> None:

@@ -898,6 +898,38 @@ def test_what_nobody_used_for_too_long_is_not_found_any_more(model: Model, tmp_p
     engine.close()
 
 
+def test_what_another_process_used_meanwhile_stays_on_disk_and_goes_when_nobody_does(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(touches, "EVERY", 0.0)
+    now, prompt = [time.time()], words(26, 71)
+    first, second = (engine_of(model, tmp_path, ttl=60) for _ in range(2))
+    for engine in (first, second):
+        store = engine.store
+        assert store is not None and store._disk is not None
+        for part in (store, store._disk, store._disk._folder):
+            part._clock = lambda: now[0]  # type: ignore[method-assign]
+    ask(first, prompt)
+    evict(first)
+    now[0] += 40
+    assert ask(second, prompt)[0].reuse.tiers["disk"] >= 68
+    evict(second)
+    now[0] += 30
+    ask(first, words(27, 20))  # whatever is looked for, what expired is removed
+    settled(first)
+    for engine in (second, first):
+        events = ask(engine, prompt)
+        assert sum(events[0].reuse.tiers.values()) >= 68 and [event.token for event in events] == cold(model, prompt)
+        evict(engine)
+    now[0] += 61
+    ask(first, words(28, 20))
+    settled(first)
+    assert ask(first, prompt)[0].reuse.tiers == {}
+    whole(first)
+    for engine in (first, second):
+        engine.close()
+
+
 def test_what_was_too_old_when_another_page_was_kept_has_expired_and_was_not_evicted(model: Model, tmp_path: Path) -> None:
     """Long answers keep pages for as long as they last, and most of what expires does so then."""
     engine, prompt = engine_of(model, tmp_path, ttl=60, kv_cache_tokens=2 * POOL), words(26, 71)

@@ -248,6 +248,20 @@ def test_what_another_process_drops_is_absent_and_can_be_saved_again(make):
     assert read(other.open(one.key)) == data(one)
 
 
+def test_what_others_left_and_nobody_used_goes_when_the_bound_is_looked_at(make, clock, tmp_path):
+    disk, other, cards = make(), make(), chain(5)
+    save(other, *cards)
+    other.pin([cards[3].key])
+    other.close()
+    clock.now += 50
+    disk.touch([cards[1].key])
+    clock.now += 20
+    assert disk.look(keys(cards)) == 5
+    assert disk.share(2**20, [cards[0].key], [cards[2].key], ttl=60) == []
+    assert [disk.look([one.key]) for one in cards] == [1, 1, 1, 1, 0]
+    assert not path_of(tmp_path / "kv", cards[4].key).exists()
+
+
 def test_an_index_that_somebody_removed_is_made_anew_for_all(tmp_path, make):
     mine, cards = make(), chain(6)
     save(mine, *cards[:3])
