@@ -207,6 +207,11 @@ class Ledger:
         moves: list[Move] = []
         while self.ttl is not None and self._pages:
             page = next(iter(self._pages.values()))
+            if page.used > now:  # the clock was set back: it would hold up those behind it
+                page.used = now
+                self._pages.move_to_end(page.key)
+                self._reorder([page.key])
+                continue
             if page.used + self.ttl > now:
                 break
             if page.key in self._pins:

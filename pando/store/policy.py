@@ -87,7 +87,8 @@ class Policy(Protocol):
         ...
 
     def order(self, page: Held, need: float) -> Order:
-        """The smallest goes first. `need` is the queue's answer. It may become smaller only where `need` grows or `depth` changes."""
+        """The smallest goes first. `need` is the queue's answer. It may become smaller only where `need` grows, `depth` changes or a clock
+        is set back."""
         ...
 
 

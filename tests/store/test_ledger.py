@@ -205,6 +205,25 @@ def test_what_was_not_used_for_too_long_is_let_go_everywhere() -> None:
     assert ledger.find(keys("a")) == ["host"] and ledger.used == {"host": 1, "disk": 1}
 
 
+def test_a_clock_that_is_set_back_holds_up_nothing() -> None:
+    ledger = Ledger({"host": 3}, LRU(), ttl=10)
+    ledger.keep("host", chain("ab"), now=1000)
+    ledger.keep("host", chain("c"), now=0)
+    ledger.use(keys("a"), now=5)
+    assert ledger.expire(now=9) == []
+    assert [move.key for move in ledger.expire(now=10)] == keys("bc")
+    assert [move.key for move in ledger.expire(now=15)] == keys("a")
+
+
+def test_what_was_used_before_a_clock_was_set_back_still_leaves_in_its_turn() -> None:
+    ledger = Ledger({"host": 2}, LRU(), ttl=10)
+    for place, name in enumerate("abc"):
+        ledger.keep("host", chain(name), now=1000 + place)
+    assert gone(ledger.keep("host", chain("d"), now=0)) == [("b", "host", None)]
+    ledger.use(keys("c"), now=5)
+    assert gone(ledger.keep("host", chain("e"), now=5)) == [("d", "host", None)]
+
+
 def test_what_has_expired_goes_before_anything_else() -> None:
     ledger = Ledger({"host": 2}, FIFO(), ttl=10)
     ledger.keep("host", chain("a"), now=0)
