@@ -33,7 +33,7 @@ class Overflow:
             known = self._sessions.get((salt, session))
         known = known or self._noted(salt, session)
         choice = asked or known or self._default
-        if known is not None or choice != self._default:
+        if known is not None or asked is not None:  # also if it is the default: the next server's may be another
             self._remember(salt, session, choice)
         return choice == "auto"
 

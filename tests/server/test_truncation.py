@@ -216,6 +216,12 @@ def test_more_sessions_than_are_remembered_are_noted_and_what_is_damaged_is_no_c
     assert sum(another.allows(None, b"a", f"{name}") for name in range(20)) <= 1, "one of them is its own"
 
 
+def test_what_a_session_said_holds_on_a_server_with_another_default() -> None:
+    board = Board()
+    assert Overflow("auto", board).allows("auto", b"a", "one") and Overflow("auto", board).allows(None, b"a", "silent")
+    assert [Overflow("disabled", board).allows(None, b"a", name) for name in ("one", "silent")] == [True, False]
+
+
 def test_prompts_made_of_modules_and_scored_ones_cannot_be_truncated(server: Live) -> None:
     scored = {"prompt": "x" * 800, "truncation": "auto", "echo": True, "logprobs": 1}
     refused = fetch(server, "/v1/completions", scored)
