@@ -91,6 +91,7 @@ class DiskTier:
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
         there = self._folder.has((self._tag, card.key), file_size(len(card.tokens), self._shape, layers[0].nbytes))
         if there and card.key in self._pages:
+            self.touch([card.key])
             return
         if self.is_full and not there:
             raise Lost("full", "there is no room for more pages")

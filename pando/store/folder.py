@@ -59,6 +59,7 @@ class Folder:
         self._told: dict[str, str] = {}  # by kind
         self._inode: int | None = None  # of the index
         self._unindexed: list[tuple[Header, float]] = []  # written, while the index could not be
+        self._pinned: set[Name] = set()  # pages that were, and are lost: they are again when they are written
         self._lock = threading.Lock()
         try:
             _make(directory)
@@ -101,6 +102,9 @@ class Folder:
             self._tell(f"save {lost.reason}", f"{said or 'a page could not be kept'}: {why}")
             raise lost from error
         self.record(header)
+        if header.name in self._pinned:
+            self._pinned.remove(header.name)
+            self.pin([header.name], True)
 
     @property
     def free(self) -> float:
@@ -130,6 +134,7 @@ class Folder:
         """Says why a page is lost, and makes room for a better copy, except where the fault may be the device's and pass."""
         self.tell(lost)
         if lost.reason not in ("unreadable", "absent"):
+            self._pinned.update([name] if self._is_pinned(name) else ())
             self.remove([name])
         with self.hint():
             if lost.reason == "absent" and not self.size(name):  # else another has written it meanwhile

@@ -236,6 +236,15 @@ def test_what_another_process_adds_is_found(make, shared):
     assert [read(mine.open(one.key)) for one in cards] == [data(one) for one in cards]
 
 
+def test_who_saves_what_is_there_uses_it(make, clock):
+    disk, other, one = make(), make(), card()
+    save(other, one)
+    clock.now += 50
+    assert disk.look([one.key]) == 1
+    save(disk, one)
+    assert [entry.used for entry in disk.entries()] == [clock.now]
+
+
 def test_what_another_process_drops_is_absent_and_can_be_saved_again(make):
     mine, other, one = make(), make(), card()
     save(mine, one)
@@ -407,6 +416,23 @@ def test_pins_outlive_the_index(make, tmp_path):
     assert [read(disk.open(one.key)) for one in cards] == [data(one) for one in cards]
     disk.drop(keys(cards[:1]))
     assert disk.look(keys(cards)) == 0
+
+
+def test_a_pinned_page_that_was_damaged_is_pinned_when_it_is_saved_again(make, tmp_path):
+    disk, (one, other) = make(), chain(2)
+    save(disk, one, other)
+    disk.pin([one.key])
+    for each in (one, other):
+        file = path_of(tmp_path / "kv", each.key)
+        mode, start = stat.S_IMODE(file.stat().st_mode), file.read_bytes()[:300]
+        file.unlink()
+        file.write_bytes(start)
+        file.chmod(mode)
+        with pytest.raises(Lost, match="short"):
+            disk.open(each.key)
+    save(disk, one, other)
+    assert {entry.key: entry.pinned for entry in disk.entries()} == {one.key: 1, other.key: 0}
+    assert stat.S_IMODE(path_of(tmp_path / "kv", one.key).stat().st_mode) == 0o400
 
 
 def test_an_index_that_lies_about_a_short_end_costs_the_page_and_no_more(make, tmp_path):
