@@ -97,9 +97,11 @@ class Below:
         self.tree.forget_bare(match.stem)
         return match.stem.end - first
 
-    def look(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Found:
+    def look(
+        self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int, *, counts: bool = True
+    ) -> Found:
         """What is kept of tokens behind those that the tree has, which are `settled`; of at most `limit`, if loading is worth its time."""
-        return self.store.look(self._sought(lineage, tenant, keys, tokens, settled, limit))
+        return self.store.look(self._sought(lineage, tenant, keys, tokens, settled, limit), counts=counts)
 
     def _sought(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Sought:
         start, root = settled // self.tree.page_size, lineage.root

@@ -182,7 +182,8 @@ class Truncations:
         match = self._tree.match(lineage, keys, tokens, limit, self._clock(), first=first)
         self._tree.forget_bare(match.stem)
         held, settled = match.length - first, match.stem.end - first
-        found = self.below.look(lineage, tenant, keys, tokens, settled, limit) if self.below is not None and held < limit else None
+        below = self.below if held < limit else None
+        found = below.look(lineage, tenant, keys, tokens, settled, limit, counts=False) if below is not None else None  # rows look again
         return (held, match.diverges and held < limit) if found is None or not found.parts else (max(held, settled + found.tokens), False)
 
     # ---- remembering

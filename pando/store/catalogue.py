@@ -35,7 +35,6 @@ class Catalogue:
             parts += [end] if end is not None else []
             count += shared
         is_expired = count < limit and whole < len(keys) and keys[whole] in self._expired
-        self._counts.lost["expired"] += is_expired
         return Found(tuple(parts), min(count, limit), "expired" if is_expired else "lost" if silent else None)
 
     def _tiers(self, keys: Sequence[Key], below: Sequence[Tier], silent: set[str]) -> list[str]:

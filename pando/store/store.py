@@ -81,13 +81,14 @@ class Store:
 
     # ---- looking
 
-    def look(self, sought: Sought) -> Found:
-        """What is kept of it, from the first token on, if loading is worth its time."""
+    def look(self, sought: Sought, *, counts: bool = True) -> Found:
+        """What is kept of it, from the first token on, if loading is worth its time. What is not loaded `counts`, unless rows ask again."""
         self._expire()
         found = whole = self._catalogue.find(sought, self.host, self.below)
         while found.parts and not self.speeds.pays(found.sizes(self._page_bytes), found.tokens):
             found = found.nearer()
-        self.counts.recomputed += whole.tokens - found.tokens
+        self.counts.recomputed += counts * (whole.tokens - found.tokens)
+        self.counts.lost["expired"] += counts and whole.ended == "expired"
         return found
 
     def needs(self, keys: Sequence[Key], tokens: Sequence[int], before: Key, owners: Sequence[Key]) -> list[Key]:
@@ -347,8 +348,7 @@ class Store:
 
     def _remove(self, keys: Sequence[Key], tier: str, ttl: float | None = None) -> None:
         def work() -> None:
-            going = keys if ttl is None or self._disk is None else self._disk.unused(keys, ttl, self._clock())
-            self.transfer.tiers[tier].drop(going)
+            self.transfer.tiers[tier].drop(keys if ttl is None or self._disk is None else self._disk.unused(keys, ttl, self._clock()))
             self._done.put(partial(self._catalogue.forget, keys))
 
         self._catalogue.hide(keys)

@@ -114,7 +114,7 @@ def test_a_module_that_comes_up_is_looked_for_once(model: Model, tmp_path: Path,
     engine = kept(model, "host", tmp_path, [asked])
     assert engine.store is not None
     looked, look = list[tuple[int, ...]](), engine.store.look
-    monkeypatch.setattr(engine.store, "look", lambda sought: (looked.append(tuple(sought.tokens)), look(sought))[1])
+    monkeypatch.setattr(engine.store, "look", lambda sought, **how: (looked.append(tuple(sought.tokens)), look(sought, **how))[1])
     engine.add(asked)
     first = engine.step()
     assert first[0].reuse.tiers["host"] >= OPENING.end + sum(LENGTHS), "all of them came up"

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pando.model.load import Model
 from pando.store import scout, speeds
 from pando.store.tier import Card, Lost, Tier
 from pando.store.transfer import Load
-from tests.engine.test_store import Faulty, ask, cold, engine_of, evict, kept_then_opened, settled, spoil, stick, whole, words
+from tests.engine.test_store import Faulty, ask, cold, engine_of, evict, kept_then_opened, settled, spoil, stick, tokens_of, whole, words
 from tests.tiny import drain, greedy, run, tiny_llm, tiny_model
 
 PROMPT = words(1, 60)
@@ -161,6 +162,27 @@ def test_modules_that_are_too_slow_to_load_say_so_as_well(model: Model) -> None:
     events = run(engine, [asked])["r", 0]
     assert [event.token for event in events] == wanted
     assert events[0].reuse.miss is not None and events[0].reuse.miss.reason == "slow"
+    whole(engine)
+
+
+@pytest.mark.parametrize("reason", ["slow", "expired"])
+def test_what_a_conversation_that_is_cut_does_not_load_is_counted_once(model: Model, reason: str) -> None:
+    """It is looked for when it is decided how to cut, and again by the row."""
+    engine = engine_of(model, None, host_gib=ENOUGH, max_model_len=100, ttl=60)
+    store, history = engine.store, words(5, 90)
+    assert store is not None
+    history += [*tokens_of(engine, history), *words(6, 20)]
+    asked = Request("r", history, greedy(6), truncation=Truncation())
+    assert run(engine, [asked])["r", 0][0].reuse.truncated.moved
+    evict(engine)
+    start = store._clock()
+    if reason == "slow":
+        store.speeds.gave_up("host", speeds.Moved(1, 10.0))
+    else:
+        store._clock = lambda: start + 61  # type: ignore[method-assign]
+    told = run(engine, [replace(asked, prompt=[*history, 1, 2, 3])])["r", 0][0].reuse
+    assert told.miss.reason == reason and told.truncated.ranges == ((4, 72),)
+    assert (store.facts().recomputed, store.facts().lost) == ((4, {}) if reason == "slow" else (0, {"expired": 1}))
     whole(engine)
 
 
