@@ -107,8 +107,10 @@ class RedisTier(RedisServer):
         return found
 
     def touch(self, keys: Sequence[Key]) -> None:
+        names = [self._value(key) for key in keys]
+        read = [("GETRANGE", name, 0, 0) for name in names] if self._ttl is None else []  # which it takes for a use
         try:
-            self._ask(self._patient, [command for key in keys for command in self._renewal(self._value(key))])
+            self._ask(self._patient, [*read, *(command for name in names for command in self._renewal(name))])
         except Lost:
             return  # it has been told
 

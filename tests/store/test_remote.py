@@ -159,6 +159,20 @@ def test_pages_that_are_used_expire_later(make):
     assert left(value(page.key)), "someone else keeps it, too"
 
 
+@pytest.mark.parametrize("ttl", [None, 60])
+def test_a_server_that_lets_go_of_what_was_used_longest_ago_hears_of_uses(make, ttl):
+    tier, (one, other) = make(ttl=ttl), chain(2)
+    save(tier, one, other)
+
+    def idle(of) -> int:
+        return tier._patient.object("idletime", value(of.key))
+
+    while not (idle(one) and idle(other)):  # seconds, by the server's own clock
+        time.sleep(0.05)
+    tier.touch([one.key])
+    assert idle(one) < idle(other)
+
+
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_in_a_shared_directory_goes_what_nobody_used_for_too_long(tmp_path, codec, monkeypatch):
     monkeypatch.setattr(remote, "TIDIED", 8)
