@@ -19,6 +19,8 @@ from ..config import EngineConfig, ServerConfig
 from ..errors import InvalidOption
 from ..model.load import Model
 from .app import make_app
+from .connection import PATIENCE as KEEP_ALIVE
+from .connection import Connection
 from .journal import Journal, logging_config
 from .schemas import read
 from .service import Service
@@ -26,7 +28,6 @@ from .tenants import Tenants
 from .tracing import tracing
 
 BACKLOG = 2048
-KEEP_ALIVE = 75  # seconds; longer than proxies keep theirs, so that it is them who close
 PATIENCE = 10  # seconds of loading after which nobody mistook an option, and whoever waits wants to see that it goes on
 FAREWELL = 3  # seconds, after the drain, in which requests that are given up are told so
 STALLED = 120_000  # milliseconds in which a client that is sent something takes none of it, and counts as gone
@@ -118,6 +119,7 @@ class Running:
         self.app.router.lifespan_context = self._lifespan
         settings = uvicorn.Config(
             self.app,
+            http=Connection,
             log_config=logging_config(journal),
             access_log=False,
             server_header=False,
