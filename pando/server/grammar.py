@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..engine.request import Constraint
 from ..errors import InvalidSampling, PandoError, UnsupportedModel
 from ..model.tokenizer import Tokenizer
+from .patterns import check_patterns
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -152,6 +153,7 @@ def schema_text(schema: Mapping[str, Any], layout: Mapping[str, str | bool] = CO
             raise InvalidSampling(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; move parts of it to $defs")
         inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level if isinstance(value, Mapping | list)]
         level = [value for values in inner for value in values if isinstance(value, Mapping | list)]
+    check_patterns(schema)
     own = schema.get("x-guidance")
     try:
         text = json.dumps({**schema, "x-guidance": {**layout, **(own if isinstance(own, Mapping) else {})}}, allow_nan=False)

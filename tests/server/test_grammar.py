@@ -222,8 +222,27 @@ HOSTILE = {
     "a long list": {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
     "a far multiple": {"type": "integer", "multipleOf": 987654321, "minimum": 1, "maximum": 10**18},
     "many properties": {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(1500)}},
+    "patterns together": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(40)]},
+    "patterns of a property": {
+        "allOf": [{"type": "object", "properties": {"a": {"type": "string", "pattern": f".*{i}.*"}}} for i in range(40)]
+    },
+    "patterns referred to": {
+        "$defs": {f"d{i}": {"type": "string", "pattern": f".*{i}.*", "$ref": f"#/%24defs/d{i + 1}"} for i in range(40)} | {"d40": {}},
+        "$ref": "#/$defs/d0",
+    },
+    "long patterns together": {
+        "allOf": [{"type": "string", "pattern": "|".join(f"[^{chr(97 + j)}{i}]{j}" for j in range(26))} for i in range(9)]
+    },
+    "a chain of references": {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}, "$ref": "#/$defs/d0"},
     "mutual references": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
 }
+
+
+def test_some_patterns_may_hold_together_and_any_number_apart(grammars: Grammars) -> None:
+    ends = {"allOf": [{"type": "string", "pattern": "^[a-z]{2,40}$"}, {"type": "string", "pattern": "ing$"}, {"maxLength": 9}]}
+    apart = {"anyOf": [{"type": "string", "pattern": f"^{i}[a-z]{{2,40}}$"} for i in range(20)]}
+    many = {f"p{i}": {"type": "string", "pattern": f"^{i}[a-z]+$"} for i in range(20)}
+    grammars.json_schema({"type": "object", "properties": {"a": ends, "b": apart, **many}, "required": ["a"]})
 
 
 @pytest.mark.parametrize("name", HOSTILE)
