@@ -30,6 +30,7 @@ _LEAD = struct.Struct("<8sI")  # the same in every version
 _FIXED = struct.Struct("<8sI IIIIIQ 32s32s32s32s 16s16s")
 _SUM = struct.Struct("<I")
 _ALIGNMENT = 64
+_MOST = 2**12  # tokens of a page, and layers: no options and no model have more, and a header that says so is not read to its end
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
     start = _start(tokens, layers)
     if start > size:
         raise Lost("short", f"{size} bytes, and its header alone should have {start}")
+    if max(tokens, layers) > _MOST:
+        raise Lost("corrupt", f"a page of {tokens} tokens and {layers} layers, and there are none with more than {_MOST}")
     if start > len(data):
         data += read(len(data), start - len(data))
     if len(data) < start or zlib.crc32(data[: start - _SUM.size]) != _SUM.unpack_from(data, start - _SUM.size)[0]:

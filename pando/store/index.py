@@ -43,7 +43,8 @@ def _are(kinds: Mapping[str, str]) -> str:
     return " AND ".join(f"typeof({column}) IN ({kind})" for kind, columns in kinds.items() for column in columns.split())
 
 
-_SOUND = "length(tokens) % 4 = 0 AND " + _are(
+# A shape is part of the path of a file, which may be removed by it: it must be a digest, and never a way out of the directory.
+_SOUND = "length(tokens) % 4 = 0 AND shape NOT GLOB '*[^0-9a-f]*' AND " + _are(
     {"'text'": "shape", "'blob'": "key parent tenant tokens", "'integer'": "count size pinned", "'real', 'integer'": "born used"}
 )
 _KNOWN = _are({"'text'": "tag dtype codec", "'blob'": "model", "'integer'": "page_size"})

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,15 +18,17 @@ class PageFile:
     def __init__(self, path: Path, name: Name) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
         except FileNotFoundError:
             raise Lost("absent") from None
         except OSError as error:
             raise self._unreadable(error) from error
         try:
-            stat = os.fstat(self._descriptor)
-            self.modified = stat.st_mtime
-            self.header = read_header(lambda offset, length: os.pread(self._descriptor, length, offset), stat.st_size)
+            found = os.fstat(self._descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise Lost("unreadable", f"{path} is no plain file")
+            self.modified = found.st_mtime
+            self.header = read_header(lambda offset, length: os.pread(self._descriptor, length, offset), found.st_size)
             expect(self.header, name)
         except OSError as error:
             self.close()

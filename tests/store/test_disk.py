@@ -3,6 +3,7 @@ import hashlib
 import os
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 
 from pando.store import folder
 from pando.store.disk import DiskTier
-from pando.store.fileformat import tag
+from pando.store.fileformat import PROBE, read_header, tag
 from pando.store.tier import Lost
 
 from .pages import ROOT, SHAPE, TENANT, card, chain, data, keys, layers, read
@@ -557,6 +558,46 @@ def test_a_row_that_is_not_as_it_should_be_is_passed_over(make, tmp_path, column
     assert [entry.key for entry in beside.entries()] == [sound.key]
     assert make().look(keys([sound, damaged])) == 2, "the next start knows it by its file"
     assert one.make_room(10, ()) == 2
+
+
+@pytest.mark.parametrize("shape", ["{}", "../../{}", "../{}"], ids=["from the root", "from the pages", "from the index"])
+def test_a_row_is_no_way_out_of_the_directory(make, tmp_path, shape: str) -> None:
+    one, kept = make(), card(1)
+    save(one, kept)
+    place = tmp_path / ("other" if shape.startswith("../../") or shape == "{}" else "kv/other")
+    outside = place / kept.key.hex()[:2] / kept.key.hex()
+    outside.parent.mkdir(parents=True)
+    outside.write_bytes(b"somebody else's")
+    row = shape.format(place if shape == "{}" else "other")
+    with sqlite3.connect(tmp_path / "kv" / "v1" / "index.sqlite") as other:
+        other.execute("INSERT INTO shapes SELECT ?, model, dtype, codec, page_size FROM shapes", (row,))
+        columns = "key, parent, tenant, tokens, count, size, born, used"
+        other.execute(f"INSERT INTO pages (shape, {columns}) SELECT ?, {columns} FROM pages", (row,))
+    other.close()
+    one.make_room(0, ())
+    assert outside.read_bytes() == b"somebody else's"
+
+
+def test_a_pipe_in_place_of_a_page_is_not_waited_for(make, tmp_path) -> None:
+    one, kept = make(), card(1)
+    save(one, kept)
+    path_of(tmp_path / "kv", kept.key).unlink()
+    os.mkfifo(path_of(tmp_path / "kv", kept.key))
+    with pytest.raises(Lost, match="no plain file"):
+        one.open(kept.key)
+
+
+def test_a_header_that_claims_too_much_is_not_read_to_its_end() -> None:
+    asked: list[int] = []
+    claims = b"PANDOKV\0" + struct.pack("<III", 1, 2**27, 2**27)  # version, tokens, layers
+
+    def give(offset: int, length: int) -> bytes:
+        asked.append(length)
+        return claims.ljust(length, b"\0") if length <= PROBE else b""
+
+    with pytest.raises(Lost, match="tokens"):
+        read_header(give, 2**31)
+    assert asked == [PROBE]
 
 
 def test_who_looks_for_a_page_does_not_wait_for_who_writes(make) -> None:
