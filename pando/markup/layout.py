@@ -39,12 +39,14 @@ class Laid:
     starts: Mapping[Param, int]
     joints: tuple[Joint, ...]
     end: int  # of the whole schema
+    contexts: int  # texts that others are encoded behind, counted for each of these
 
 
 def lay(outline: Outline, tokenizer: Tokenizer, facts: Facts) -> Laid:
     walk = _Walk(outline, tokenizer, facts)
     end = walk.schema()
-    return Laid(walk.opening, walk.home, walk.starts, tuple(walk.joint(modules) for modules, _ in outline.scaffolds), end)
+    joints = tuple(walk.joint(modules) for modules, _ in outline.scaffolds)
+    return Laid(walk.opening, walk.home, walk.starts, joints, end, walk.contexts)
 
 
 class _Own:

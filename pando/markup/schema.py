@@ -63,6 +63,12 @@ class Schema:
         """Names the content. Comments are no content."""
         return self.outline.digest
 
+    @property
+    def held(self) -> int:
+        """Bytes that it takes beside what it says: few words can have many contexts, and long placeholders."""
+        placeholders = {id(param.placeholder): len(param.placeholder) for param in self.laid.starts}
+        return 8 * (self.laid.contexts + sum(placeholders.values()))
+
     @cached_property
     def modules(self) -> tuple[Part, ...]:
         """The opening, then the texts outside of modules and the modules, in the order in which they are written."""

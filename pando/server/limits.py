@@ -34,6 +34,7 @@ MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_SCHEMAS = 256  # in PML, of one owner
 MAX_PML_BYTES = 64 * 2**20  # of all of them together
+MAX_HELD_BYTES = 256 * 2**20  # that these take beside their text
 MAX_MODULES = 1000  # that one view of a schema lists
 MAX_NAME_CHARS = 256
 MAX_METADATA = 16

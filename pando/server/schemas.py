@@ -11,7 +11,7 @@ from ..markup.binding import Bound
 from ..markup.pml import Element, parse
 from ..markup.prompt import prompt_schema
 from ..markup.schema import Schema
-from .limits import MAX_PML_BYTES, MAX_SCHEMAS
+from .limits import MAX_HELD_BYTES, MAX_PML_BYTES, MAX_SCHEMAS
 
 BEGINNING = 1024  # characters of a message in which its schema must be named
 PROMPT = re.compile(r"""\ufeff?\s*<prompt\s(?:[^<>]*?\s)?schema\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)')""")
@@ -40,6 +40,7 @@ class Holdings:
         self.common = make()
         self._owned: dict[bytes, Schemas] = {}
         self._sizes: dict[tuple[bytes, str], int] = {}  # bytes of PML
+        self._held: dict[tuple[bytes, str], int] = {}  # bytes beside it
         self._asked = Counter[tuple[bytes, str]]()  # how often each was registered
 
     # ---- the operator's
@@ -63,7 +64,8 @@ class Holdings:
             self._check_room(owner, len(own.library), len(pml))
         made = own.add(element, repair=repair)
         if is_new:
-            self._sizes[owner, made.name] = len(pml)
+            self._check_held(own, owner, made)
+            self._sizes[owner, made.name], self._held[owner, made.name] = len(pml), made.held
         self._asked[owner, made.name] += 1
         return made
 
@@ -76,13 +78,22 @@ class Holdings:
                 self.remove(owner, name)
 
     def _check_room(self, owner: bytes, count: int, size: int) -> None:
-        total = size + sum(size for (whose, _), size in list(self._sizes.items()) if whose == owner)
+        total = size + _total(self._sizes, owner)
         if count >= MAX_SCHEMAS:
             raise TooManySchemas(f"{count} schemas are registered, the most that one key may have; delete one first")
         if total > MAX_PML_BYTES:
             raise TooManySchemas(
                 f"the schemas of one key may have {MAX_PML_BYTES >> 20} MiB together, and with this one they would have "
                 f"{total / 2**20:.1f}; delete one first"
+            )
+
+    def _check_held(self, own: Schemas, owner: bytes, made: Schema) -> None:
+        """Only once it is made is it known how much it takes; what is too much is not kept."""
+        if (total := made.held + _total(self._held, owner)) > MAX_HELD_BYTES:
+            own.remove(made.name)
+            raise TooManySchemas(
+                f"what the texts of one key's schemas are encoded behind, and their params, may take {MAX_HELD_BYTES >> 20} MiB, and with "
+                f'this one they would take {total / 2**20:.1f}; delete one first, use encode="opening", or shorter params'
             )
 
     def remove(self, owner: bytes, name: str) -> None:
@@ -92,6 +103,7 @@ class Holdings:
                 raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only they can let go of it")
             raise UnknownSchema(name)
         self._sizes.pop((owner, name), None)
+        self._held.pop((owner, name), None)
         self._asked.pop((owner, name), None)
 
     def find(self, owner: bytes, name: str) -> tuple[Schemas, Schema]:
@@ -132,6 +144,10 @@ class Holdings:
         if (found := self._owned.get(owner)) is None:
             found = self._owned.setdefault(owner, self._make())
         return found
+
+
+def _total(sizes: dict[tuple[bytes, str], int], owner: bytes) -> int:
+    return sum(size for (whose, _), size in list(sizes.items()) if whose == owner)
 
 
 def read(files: tuple[str, ...], directory: str | None) -> Iterator[tuple[Path, Element]]:

@@ -322,6 +322,26 @@ def test_a_key_has_a_quota_of_schemas(server: Live, monkeypatch: pytest.MonkeyPa
     assert "MiB together" in post(server, small[0]).json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "".join(f'<module name="m{i}" encode="causal">a</module>' for i in range(40)),
+        "".join(f'<module name="m{i}"><param name="p" len="{1 + i}"/></module>' for i in range(40)),
+    ],
+    ids=["contexts", "params"],
+)
+def test_what_a_schema_takes_beside_its_text_has_a_limit(server: Live, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    monkeypatch.setattr("pando.server.schemas.MAX_HELD_BYTES", 8000)
+    large = [f'<schema name="large{i}">{inside}</schema>' for i in range(2)]
+    answers = [post(server, each) for each in large]
+    refused = answers[1].json()["error"]
+    assert answers[0].status_code == 200 and answers[1].status_code == 400
+    assert refused["code"] == "schema_quota_exceeded" and "delete one first" in refused["message"]
+    assert post(server, large[1], key="two").status_code == 200, "another key has its own"
+    assert [found["name"] for found in listed(server)] == ["large0"], "nothing of it stays"
+    assert delete(server, "large0").status_code == 200 and post(server, large[1]).status_code == 200
+
+
 # ---- looking and deleting
 
 
