@@ -145,7 +145,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, advice in cls.refused.items():
-            if data.get(name) is not None:
+            if data.get(name) is not None and data[name] is not False:  # a flag that is off asks for nothing
                 raise ValueError(f"{name}: not supported; {advice}")
         return {name: value for name, value in data.items() if value is not None}
 

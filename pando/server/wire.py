@@ -39,6 +39,11 @@ from .messages import Messages, Tools, conversation, definitions
 
 User = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(printable)]
 
+# what other servers call a constraint: who asks for one and gets free text would take it for what was asked for
+CONSTRAINTS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "regex", "ebnf", "grammar",
+)  # fmt: skip
+
 
 class CacheOptions(Body):
     ttl: Seconds | None = Field(None, description="How long the prompt stays cached after its last use.", examples=["30m"])
@@ -173,6 +178,8 @@ class ChatBody(Generation):
         "function_call": "say it with tool_choice",
         "audio": "only text is answered",
         "web_search_options": "nothing is searched; leave it out",
+        "continue_final_message": "an answer is a message of its own; render the prompt yourself, and send it to /v1/completions",
+        **dict.fromkeys(CONSTRAINTS, "answers follow response_format: say it there, as a JSON schema"),
     }
 
     messages: Messages = Field(description="The conversation so far.", examples=[[{"role": "user", "content": "Hello"}]])
@@ -209,7 +216,10 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """What follows a prompt, as it stands: no chat template is used."""
 
-    refused: ClassVar[Mapping[str, str]] = {"suffix": "an answer only follows its prompt; leave it out"}
+    refused: ClassVar[Mapping[str, str]] = {
+        "suffix": "an answer only follows its prompt; leave it out",
+        **dict.fromkeys(("response_format", *CONSTRAINTS), "only /v1/chat/completions constrains answers, by its response_format"),
+    }
 
     prompt: Prompts = Field(description="One prompt or several, each as text or as token ids.", examples=["Once upon a time"])
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = Field(16, description="Tokens of an answer, at most; 0: only the echo.")

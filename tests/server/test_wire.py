@@ -199,6 +199,27 @@ def test_a_field_that_would_change_the_answer_and_is_not_obeyed_is_refused(body:
     assert refusal(body, {field: "x"}).startswith(f"{field}: not supported; ")
 
 
+def test_a_constraint_that_would_not_be_followed_is_refused_and_free_text_is_not_passed_off_for_it() -> None:
+    others = {
+        "guided_json": {},
+        "guided_choice": ["a", "b"],
+        "structured_outputs": {"choice": ["a"]},
+        "regex": "[ab]",
+        "grammar": "root ::= a",
+    }
+    for field, value in others.items():
+        assert refusal(wire.ChatBody, {field: value}) == (
+            f"{field}: not supported; answers follow response_format: say it there, as a JSON schema"
+        )
+    for field, value in (others | {"response_format": {"type": "json_object"}}).items():
+        assert "only /v1/chat/completions constrains answers" in refusal(wire.CompletionBody, {field: value})
+
+
+def test_a_message_to_be_continued_is_refused_and_one_that_is_not_is_fine() -> None:
+    assert refusal(wire.ChatBody, {"continue_final_message": True}).startswith("continue_final_message: not supported; ")
+    assert chat(continue_final_message=False) == chat()
+
+
 REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 WHOLES = ("n", "top_k", "seed", "max_tokens", "min_tokens")
 FLAGS = ("ignore_eos", "stream", "skip_special_tokens", "include_stop_str_in_output", "return_token_ids")
