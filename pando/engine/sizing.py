@@ -38,10 +38,10 @@ def page_count(model: Model, config: EngineConfig, context: int) -> int:
     facts, free = model.config, free_memory(model.device)
     size = PagePool.page_bytes(config.page_size, facts.layers, facts.kv_heads, facts.head_dim, model.states)
     if config.kv_cache_tokens is not None:
-        count = min(config.kv_cache_tokens, MAX_SLOTS) // config.page_size
+        count, needed = min(config.kv_cache_tokens, MAX_SLOTS) // config.page_size, config.kv_cache_tokens // config.page_size * size
         if count * size > free:
             raise InvalidOption(
-                f"a KV cache of {config.kv_cache_tokens} tokens needs {count * size / GIB:.1f} GiB and {free / GIB:.1f} GiB are free; "
+                f"a KV cache of {config.kv_cache_tokens} tokens needs {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB are free; "
                 f"lower kv_cache_tokens to at most {free // size * config.page_size}"
             )
         return count

@@ -41,6 +41,12 @@ def test_a_gpus_cache_takes_its_share_of_what_is_free(monkeypatch: pytest.Monkey
     assert page_count(model, tiny_config(kv_cache_tokens=400, gpu_memory_utilization=0.5), 512) == 100
 
 
+def test_a_cache_that_does_not_fit_is_refused_with_what_all_of_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(monkeypatch, 1000 * PAGE)
+    with pytest.raises(InvalidOption, match=rf"{2**40} tokens needs {2**40 // 4 * PAGE / 2**30:.1f} GiB and .* to at most 4000$"):
+        page_count(model, tiny_config(kv_cache_tokens=2**40), 512)
+
+
 def test_a_share_that_holds_no_page_is_refused_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_gpu(monkeypatch, 9 * PAGE)
     with pytest.raises(InvalidOption, match="raise gpu_memory_utilization"):
