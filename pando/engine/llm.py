@@ -298,7 +298,8 @@ class LLM:
             with self._lock:
                 return _Given(*self.schemas.parts(prompt if isinstance(prompt, Prompt) else self.schemas.made(prompt)))
         if isinstance(prompt, Mapping):
-            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            given = prompt.get("prompt_token_ids")
+            given = prompt.get("prompt") if given is None else given
             if given is None:
                 raise InvalidPrompt(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'; found {sorted(map(str, prompt))}")
         if isinstance(given, str):

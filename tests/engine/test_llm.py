@@ -116,6 +116,11 @@ def test_what_is_no_prompt_is_refused_and_the_engine_stays_usable(prompt: Any) -
     assert llm.generate(HELLO, greedy(2))[0].finished
 
 
+def test_none_in_a_mapping_is_the_same_as_leaving_it_out() -> None:
+    both, alone = tiny_llm().generate([{"prompt": "ab", "prompt_token_ids": None}, {"prompt": "ab"}], greedy(2))
+    assert both.prompt_token_ids == alone.prompt_token_ids
+
+
 @pytest.mark.parametrize("prompt", [{}, {"text": "x"}, {"prompt": 5}, {"prompt_token_ids": 5}, {"prompt_token_ids": [VOCAB]}])
 def test_a_mapping_that_names_no_prompt_is_refused(prompt: Any) -> None:
     llm = tiny_llm()
