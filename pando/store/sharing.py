@@ -65,9 +65,9 @@ class Sharing:
         """As much as is there is the bound now, so that others go for the page. Not if they went already; nor if that is in vain: somebody
         else takes the room, or they leave none."""
         tier, sizes = self._disk.name, self._ledger.capacities
-        self._vain += again
+        self._vain += not again  # until it is written: those that are tried at the same time are in vain together
         self._until = min(self._until, time.monotonic() + AGAIN)
-        if again or self._vain >= VAIN:
+        if again or self._vain > VAIN:
             return False
         sizes[tier] = min(sizes[tier], max(self._ledger.used[tier], lost.there // self._file_bytes * self._page_bytes))
         return True

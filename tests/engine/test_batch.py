@@ -202,7 +202,7 @@ def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(
     assert {name: [event.token for event in each] for name, each in found.items()} == {
         name: [event.token for event in each] for name, each in expected.items()
     }
-    assert len(seen) == 4 and [record.message for record in caplog.records] == [
+    assert len(seen) == 4 and [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         "Pando's own GPU kernels of attention could not do a step; from now on the slow definition does them: "
         "Refused: out of resource: shared memory"
     ]

@@ -7,7 +7,9 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from pando.store import folder as folders
 from pando.store import sharing
 from pando.store.disk import DiskTier
 from pando.store.fileformat import Header
+from pando.store.tier import NoRoom
 from tests.tiny import tiny_model
 
 from .test_store import ask, cold, engine_of, settled, tokens_of, words
@@ -261,3 +264,16 @@ def test_a_directory_that_is_only_full_is_taken_and_what_is_there_is_read(
 
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     assert found(model, drive, 1) == [8]
+
+
+def test_pages_that_are_tried_at_the_same_time_let_no_more_go_than_those_tried_one_after_the_other() -> None:
+    disk: Any = SimpleNamespace(name="disk", file_bytes=lambda size: size, is_full=True)
+    ledger: Any = SimpleNamespace(capacities={"disk": 100}, used={"disk": 60}, ttl=None)
+    shares = sharing.Sharing(disk, 100, 10, ledger, Any, SimpleQueue())  # type: ignore[arg-type]
+    lost = NoRoom("there is no room")
+    lost.there = 60
+    tried = [shares.written(lost, False, ()) for _ in range(9)]
+    assert tried == [True] * sharing.VAIN + [False] * (9 - sharing.VAIN)
+    assert not any(shares.written(lost, True, ()) for _ in range(sharing.VAIN))
+    shares.written(None, True, ())
+    assert shares.written(lost, False, ()), "one of them was written"
