@@ -136,9 +136,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as the text this model was trained on. Encode it with special tokens."""
-        return render(template or self.template(tools=bool(tools)), messages, tools, add_generation_prompt, self._names)
+        """A conversation as the text this model was trained on. Encode it with special tokens. `options`: what the template asks for by
+        name, beside what every template does."""
+        names = {**(options or {}), **self._names}
+        return render(template or self.template(tools=bool(tools)), messages, tools, add_generation_prompt, names)
 
     def template(self, *, tools: bool = False) -> str | None:
         """The model's own chat template; it may have another one for conversations with tools."""

@@ -87,6 +87,12 @@ def _small(value: Plain) -> Plain:
     return value
 
 
+def _theirs(value: Plain) -> Plain:
+    if ours := sorted(value.keys() & {"messages", "tools", "documents", "add_generation_prompt"}):
+        raise ValueError(f"Input should not have {', '.join(ours)}, which the request says otherwise")
+    return value
+
+
 Text = Annotated[str, Field(max_length=MAX_CHARS)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS), AfterValidator(printable)]
 ModelName = Annotated[str, Field(max_length=1024)]
@@ -96,6 +102,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Real, Field(ge=-2, le=2)]
 Schema = Annotated[Plain, AfterValidator(_small)]
+TemplateOptions = Annotated[Plain, AfterValidator(_small), AfterValidator(_theirs)]
 Seconds = Annotated[
     int,
     Field(ge=1, le=MAX_TTL_SECONDS),

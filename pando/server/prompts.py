@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from ..engine.request import Constraint, SamplingParams, Tenant, Truncation
@@ -18,6 +19,8 @@ from .overflow import Overflow
 from .schemas import Holdings, is_element
 from .tenants import Public
 from .wire import ChatBody, ChosenTool, CompletionBody, Generation, TokenizeBody, WarmBody
+
+Rendering = Callable[..., str]  # of messages, by the chat template
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,10 @@ class Prompts:
             if special:
                 params = replace(params, skip_special_tokens=False)
         truncates = self._overflow.allows(body.truncation, tenant.salt, session)
-        prompt = self._conversation(messages, wanted, answered=True, truncates=truncates)
+        rendered = self._rendering(wanted, body.chat_template_kwargs)
+        prompt = self._conversation(messages, rendered, answered=True, truncates=truncates)
         if truncates:
-            prompt = replace(prompt, truncation=self._truncation(prompt.tokens, messages, wanted, params.max_tokens))
+            prompt = replace(prompt, truncation=self._truncation(prompt.tokens, messages, rendered, params.max_tokens))
         drift = self._history.explain(tenant.salt, messages, prompt.tokens, session) if prompt.starts else None
         if drift is not None and drift.message is None:
             drift = replace(drift, message=prompt.message_of(drift.token))
@@ -115,6 +119,8 @@ class Prompts:
         """A prompt in PML as the one message. What the chat template would write is the schema's to write."""
         if body.tools and body.tool_choice != "none":
             raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
+        if body.chat_template_kwargs:
+            raise InvalidPrompt("chat_template_kwargs are the chat template's, and a prompt in PML brings its own text; leave them out")
         return Asked([self._bound(body, pml, tenant)], params, self._format(body))
 
     def completion(self, body: CompletionBody, tenant: Tenant, session: str | None) -> Asked:
@@ -141,7 +147,9 @@ class Prompts:
             messages = conversation(body.messages)
             if self._pml(messages, owner) is not None:
                 raise InvalidPrompt("a prompt in PML is made of modules; they are computed ahead where their schema is registered as eager")
-            return self._whole(self._conversation(messages, definitions(body.tools), answered=False))
+            return self._whole(
+                self._conversation(messages, self._rendering(definitions(body.tools), body.chat_template_kwargs), answered=False)
+            )
         assert body.prompt is not None
         return self._whole(self._plain(body.prompt))
 
@@ -159,7 +167,8 @@ class Prompts:
         messages = conversation(body.messages or ())
         if (pml := self._pml(messages, owner)) is not None:
             return self._schemas.tokens(owner, pml)
-        return list(self._conversation(messages, definitions(body.tools), answered=body.add_generation_prompt).tokens)
+        rendered = self._rendering(definitions(body.tools), body.chat_template_kwargs)
+        return list(self._conversation(messages, rendered, answered=body.add_generation_prompt).tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
@@ -168,24 +177,23 @@ class Prompts:
         """As they were written, or as their tokens are spelt, which takes a while for long ones."""
         return [self.decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in prompts]
 
-    def _conversation(
-        self, messages: Sequence[Plain], definitions: Sequence[Plain] | None, *, answered: bool, truncates: bool | None = None
-    ) -> Prompt:
-        text = self._tokenizer.chat(messages, add_generation_prompt=answered, template=self._template, tools=definitions)
+    def _rendering(self, definitions: Sequence[Plain] | None, options: Plain | None) -> Rendering:
+        return partial(self._tokenizer.chat, template=self._template, tools=definitions, options=options)
+
+    def _conversation(self, messages: Sequence[Plain], rendered: Rendering, *, answered: bool, truncates: bool | None = None) -> Prompt:
+        text = rendered(messages, add_generation_prompt=answered)
         self._check_length(text, truncates)
         tokens, offsets = self._tokenizer.encode_with_offsets(text, MAX_PROMPT_TOKENS if truncates else self._max_len)
         starts = message_starts(text, [message["content"] for message in messages], offsets) if offsets else ()
         return Prompt(tuple(tokens), text, self._public.length(tokens), starts)
 
-    def _truncation(
-        self, tokens: Sequence[int], messages: Sequence[Plain], definitions: Sequence[Plain] | None, max_tokens: int | None
-    ) -> Truncation:
+    def _truncation(self, tokens: Sequence[int], messages: Sequence[Plain], rendered: Rendering, max_tokens: int | None) -> Truncation:
         """What of a conversation stays. One that fits is not rendered again to know."""
         if len(tokens) + wanted_room(max_tokens, self._window) <= self._window:
             return Truncation()
 
         def render(others: Sequence[Message]) -> list[int]:
-            return self._tokenizer.encode(self._tokenizer.chat(others, template=self._template, tools=definitions))
+            return self._tokenizer.encode(rendered(others))
 
         return of_conversation(render, messages, tokens)
 

@@ -29,6 +29,7 @@ from .limits import (
     Schema,
     Seconds,
     Stops,
+    TemplateOptions,
     Text,
     TextOrTokens,
     Token,
@@ -36,6 +37,8 @@ from .limits import (
     printable,
 )
 from .messages import Messages, Tools, conversation, definitions
+
+CHOICES = "What the chat template asks for by name, such as enable_thinking."
 
 User = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(printable)]
 
@@ -190,6 +193,7 @@ class ChatBody(Generation):
     tools: Tools | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, must, or must not; by default it may.", examples=["auto"])
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
+    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
     metadata: Notes | None = Field(None, description="The client's own notes; accepted without effect.")
 
     @model_validator(mode="after")
@@ -259,6 +263,7 @@ class TokenizeBody(Body):
     prompt: Text | None = Field(None, description="Text.", examples=["Hello"])
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template.")
     tools: Tools | None = Field(None, description="Functions, for the chat template.")
+    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
     add_special_tokens: bool = Field(True, description="Begin a prompt as the model wants it; a chat template does so by itself.")
     add_generation_prompt: bool = Field(True, description="End messages where the assistant's answer begins.")
 
@@ -279,6 +284,7 @@ class WarmBody(Steering):
     prompt: TextOrTokens | None = Field(None, description="Text or token ids.", examples=["You are a helpful assistant."])
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template without a beginning answer.")
     tools: Tools | None = Field(None, description="Functions, for the chat template.")
+    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
     ttl: Seconds | None = Field(None, description="How long it is kept.", examples=["30m"])
 
     @model_validator(mode="after")

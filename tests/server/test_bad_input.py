@@ -371,6 +371,26 @@ def test_a_chat_template_that_fails_refuses_the_conversation_and_nothing_else(tm
         assert "error" not in server.log.getvalue()
 
 
+def test_what_a_chat_template_asks_for_by_name_is_told_to_it(tmp_path: Any) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think is false %}[no]{% endif %}{{ deep.a[0] if deep is defined }}"
+    (tmp_path / "template.jinja").write_text(template + "{% if add_generation_prompt %}>{% endif %}")
+    with live(chat_template=str(tmp_path / "template.jinja")) as server, contextlib.closing(httpx.Client(base_url=server.url)) as client:
+
+        def text(**options: Any) -> str:
+            body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": options}
+            found = client.post("/tokenize", json=body).json()["tokens"]
+            answer = client.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True}).json()
+            assert answer["prompt_token_ids"] == found
+            warmed = client.post("/v1/cache/warm", json=body).json()
+            assert warmed["tokens"] == len(found) - 1, "without the beginning of an answer"
+            return str(client.post("/detokenize", json={"tokens": found}).json()["prompt"])
+
+        assert text() == "Hi>" and text(think=False) == "Hi[no]>" and text(think=True, deep={"a": ["x"]}, unknown=1) == "Hix>"
+        for options, said in (({"messages": []}, "should not have messages"), ({"x": "y" * 2**17}, "at most 65536 bytes"), (3, "")):
+            told = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": options}
+            assert said in refused(client.post("/v1/chat/completions", json=told), 422)["message"]
+
+
 def test_a_body_of_very_many_objects_is_refused(client: httpx.Client) -> None:
     body = b'{"prompt": "x", "ignored": [' + b"{}," * 2**17 + b"0]}"
     assert "objects and lists" in refused(client.post("/v1/completions", content=body), 400)["message"]
