@@ -94,10 +94,10 @@ class Prompts:
             if special:
                 params = replace(params, skip_special_tokens=False)
         truncates = self._overflow.allows(body.truncation, tenant.salt, session)
-        rendered = self._rendering(wanted, body.chat_template_kwargs)
-        prompt = self._conversation(messages, rendered, answered=True, truncates=truncates)
+        rendering = self._rendering(wanted, body.chat_template_kwargs)
+        prompt = self._conversation(messages, rendering, answered=True, truncates=truncates)
         if truncates:
-            prompt = replace(prompt, truncation=self._truncation(prompt.tokens, messages, rendered, params.max_tokens))
+            prompt = replace(prompt, truncation=self._truncation(prompt.tokens, messages, rendering, params.max_tokens))
         drift = self._history.explain(tenant.salt, messages, prompt.tokens, session) if prompt.starts else None
         if drift is not None and drift.message is None:
             drift = replace(drift, message=prompt.message_of(drift.token))
@@ -167,8 +167,8 @@ class Prompts:
         messages = conversation(body.messages or ())
         if (pml := self._pml(messages, owner)) is not None:
             return self._schemas.tokens(owner, pml)
-        rendered = self._rendering(definitions(body.tools), body.chat_template_kwargs)
-        return list(self._conversation(messages, rendered, answered=body.add_generation_prompt).tokens)
+        rendering = self._rendering(definitions(body.tools), body.chat_template_kwargs)
+        return list(self._conversation(messages, rendering, answered=body.add_generation_prompt).tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
@@ -180,20 +180,20 @@ class Prompts:
     def _rendering(self, definitions: Sequence[Plain] | None, options: Plain | None) -> Rendering:
         return partial(self._tokenizer.chat, template=self._template, tools=definitions, options=options)
 
-    def _conversation(self, messages: Sequence[Plain], rendered: Rendering, *, answered: bool, truncates: bool | None = None) -> Prompt:
-        text = rendered(messages, add_generation_prompt=answered)
+    def _conversation(self, messages: Sequence[Plain], rendering: Rendering, *, answered: bool, truncates: bool | None = None) -> Prompt:
+        text = rendering(messages, add_generation_prompt=answered)
         self._check_length(text, truncates)
         tokens, offsets = self._tokenizer.encode_with_offsets(text, MAX_PROMPT_TOKENS if truncates else self._max_len)
         starts = message_starts(text, [message["content"] for message in messages], offsets) if offsets else ()
         return Prompt(tuple(tokens), text, self._public.length(tokens), starts)
 
-    def _truncation(self, tokens: Sequence[int], messages: Sequence[Plain], rendered: Rendering, max_tokens: int | None) -> Truncation:
+    def _truncation(self, tokens: Sequence[int], messages: Sequence[Plain], rendering: Rendering, max_tokens: int | None) -> Truncation:
         """What of a conversation stays. One that fits is not rendered again to know."""
         if len(tokens) + wanted_room(max_tokens, self._window) <= self._window:
             return Truncation()
 
         def render(others: Sequence[Message]) -> list[int]:
-            return self._tokenizer.encode(rendered(others))
+            return self._tokenizer.encode(rendering(others))
 
         return of_conversation(render, messages, tokens)
 

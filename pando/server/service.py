@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 WORKERS = 4  # threads that tokenise, render and compile grammars
 MAX_RETRY_AFTER = 60
-NO_TOKEN = "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use another dtype"
+UNTOLD = "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use another dtype"
 
 
 class Busy(PandoError):
@@ -107,7 +107,7 @@ class Ticket:
                 self.open_answers -= sum(event.finish_reason is not None for event in events)
                 if any(event.finish_reason == "error" for event in events):
                     self.outcome = "failed"
-                    raise Lost(NO_TOKEN)
+                    raise Lost(UNTOLD)
                 yield [(self.names[event.request_id], event) for event in events]
         finally:
             timer.cancel()
