@@ -34,6 +34,7 @@ REMOTES = ("redis", "rediss", "unix", "file")
 ENVIRONMENT_PREFIX = "PANDO_"
 NO_OPTIONS = ("PANDO_HOME", "PANDO_BENCH_DATA", "PANDO_MAKE_PROMPT")  # variables that other parts read, and make
 OF_A_CLUSTER = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")  # what Kubernetes sets for a service that is called pando
+ROWS, ROWS_ON_A_GPU = 64, 256  # that run at the same time, if nothing is said
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -69,7 +70,7 @@ class EngineConfig:
     max_model_len: int | None = _option(
         None, "tokens one request may have, prompt and answer together; auto: what the model was made for", 1, 2**31 - 1
     )
-    max_num_seqs: int = _option(64, "rows that run at the same time; more requests wait", 1, 2**16)
+    max_num_seqs: int | None = _option(None, "rows that run at the same time, more requests wait; auto: 64, and 256 on a GPU", 1, 2**16)
     max_num_batched_tokens: int = _option(512, "tokens one step computes over all rows; a longer prompt takes several steps", 1, 2**20)
     page_size: int = _option(64, "token slots in a page of the KV cache", 1, 2**12)
     kv_cache_tokens: int | None = _option(None, "token slots in the KV cache; auto: chosen from the free memory", 1, 2**40)
@@ -109,6 +110,10 @@ class EngineConfig:
     ttl: int | None = _option(7 * 86400, "seconds after which context that nobody used is let go below the device; 0: never", 0, 2**31 - 1)
     policy: PolicyName = _option("lookahead", "what leaves a tier first: lookahead goes by the waiting requests, lru and fifo by age")
     store_codec: CodecName = _option("none", "how context is kept below the device: none as it is; fp8 and int8 take less, and round")
+
+    def rows_on(self, device: str) -> int:
+        """So many more on a GPU because its steps take hardly longer with them."""
+        return self.max_num_seqs or (ROWS if device == "cpu" else ROWS_ON_A_GPU)
 
     def __post_init__(self) -> None:
         _check_all(self)

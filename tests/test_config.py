@@ -127,3 +127,9 @@ def test_every_option_has_a_variable_and_a_sentence(option):
     _, server = load_server({}, {f"PANDO_{option.name.upper()}": word}, None)
     assert getattr(server, option.name) != option.default
     assert len(option.metadata["doc"]) > 20
+
+
+def test_more_rows_run_on_a_gpu_unless_somebody_says_how_many() -> None:
+    assert (EngineConfig().rows_on("cpu"), EngineConfig().rows_on("cuda")) == (64, 256)
+    assert load({"max_num_seqs": "auto"}, {}, None) == EngineConfig()
+    assert {EngineConfig(max_num_seqs=8).rows_on(device) for device in ("cpu", "cuda")} == {8}

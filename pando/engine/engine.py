@@ -59,7 +59,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages,
             self.tree,
-            max_rows=config.max_num_seqs,
+            max_rows=config.rows_on(model.device.type),
             budget=config.max_num_batched_tokens,
             reuse=config.prefix_caching,
             store=self.store,

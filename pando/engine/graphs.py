@@ -35,7 +35,9 @@ SPARE = 2.0  # room for larger plans than the one that a graph was captured with
 WANTED = (0, 1, 8, 32, 128, 256, 512, 1024)  # tokens of a step with prompts whose logits are wanted: few kinds, there are so many mixtures
 ROOM = 2 << 30  # bytes that are free when a graph is captured, if possible: what is kept for others cannot be taken back meanwhile
 SEEN = 2  # times that a kind of step is met before it is captured
-SEEN_WITH_PROMPTS = 12  # the same where prompts are computed: it may never come again, and a capture costs what some twenty of them gain
+SEEN_WITH_PROMPTS = 4  # the same where prompts are computed: it may never come again
+SEEN_BY_OTHERS = 50  # the same while graphs of other kinds can do it: those take a little longer, and a capture as long as ten steps
+TRIES = 3  # graphs of other kinds that a step is offered to: whether one has room is known when a plan is cut for it
 SCARCE = 3  # times that graphs find no memory, or leave none, after which no more are captured: it would be so again
 
 _one_at_a_time = threading.Lock()  # captures of several engines in one process: whoever waits for the device breaks those under way
@@ -68,11 +70,17 @@ class Kind(NamedTuple):
         """Rows of logits."""
         return self.tokens if self.wanted is None else self.wanted
 
+    def does(self, other: "Kind") -> bool:
+        """Can its graph do the other's steps, too, and in less time than they take one launch after the other?"""
+        alike = self.layered == other.layered and (self.wanted is None) == (other.wanted is None)
+        return alike and self.told >= other.told and other.tokens <= self.tokens <= max(FEW[-1], 2 * other.tokens)
+
 
 class _Captured:
     """One kind of step: its buffers, and what repeats it."""
 
     def __init__(self, kind: Kind, logits: Tensor) -> None:
+        self.kind = kind
         most = max(kind.tokens, kind.wanted or 0, 2)  # 2: so that each of them is aligned, as kernels are made
         numbers = torch.zeros(5, most, dtype=torch.int64, device=logits.device)
         self._staged = Staged(numbers)
@@ -84,12 +92,12 @@ class _Captured:
         self.reads: Reads | None = None
         self.repeat: Repeat | None = None
 
-    def takes(self, reads: Reads, count: int) -> bool:
+    def takes(self, reads: Reads) -> bool:
         """Can its graph read this, too?"""
         if reads is self.reads:
             return True
         self.reads = None  # half of a plan is none
-        fits = self.lowering is not None and self.lowering.replace(reads, count)
+        fits = self.lowering is not None and self.lowering.replace(reads, self.kind.tokens)
         self.reads = reads if fits else None
         return fits
 
@@ -114,20 +122,20 @@ class Graphs:
         self,
         decoder: Decoder,
         pool: PagePool,
-        lower: Callable[[Reads, Tensor, float], Replaceable],
+        lower: Callable[[Reads, Tensor, float, Replaceable | None], Replaceable],
         launches: Callable[[Reads], Hashable],
         capture: Callable[[Callable[[], Found], bool], Repeat],
         find: Callable[[Tensor], Likeliest] = likeliest,
     ) -> None:
-        """`lower` makes a plan ready, with so much spare room; `launches` names what a graph of it could do; `capture` makes of something
-        that was done once what repeats it, at once or layer by layer; `find` tells what is likeliest."""
+        """`lower` makes a plan ready, with so much spare room, and no less than one before had; `launches` names what a graph of it could
+        do; `capture` makes of something that was done once what repeats it, at once or layer by layer; `find` tells what is likeliest."""
         self._decoder, self._pool, self._lower, self._launches, self._capture = decoder, pool, lower, launches, capture
         self._find = find
         self._captured: dict[Kind, _Captured] = {}
         # of all kinds: a step's are read before the next
         self._logits = torch.empty(0, decoder.config.vocab_size, dtype=decoder.embed.dtype, device=pool.k.device)
         self.likeliest: Likeliest | None = None  # of the last step
-        self._met: Counter[Kind] = Counter()
+        self._met: Counter[Kind] = Counter()  # without a graph of its own that had room
         self._reads: Reads | None = None  # the last ones, and what they want
         self._kind: Hashable = None
         self._broken = False
@@ -143,17 +151,17 @@ class Graphs:
             self._reads, self._kind = batch.reads, self._launches(batch.reads)
         decodes = len(batch.wanted) == count
         kind = Kind(_rounded(count, SIZES), None if decodes else _rounded(len(batch.wanted), WANTED), self._kind, layered)
-        self._met[kind] += 1
-        if self._met[kind] < (SEEN if decodes else SEEN_WITH_PROMPTS):
-            return None
         try:
-            logits, (tokens, told) = self._run(kind, batch)
-            wanted = len(batch.wanted)
-            self.likeliest = tokens[:wanted], told[:wanted]
-            return logits[:wanted]
+            found = self._run(kind, batch)
         except RuntimeError as error:  # no memory, or a driver that cannot; but that one would never have captured any
             self._fail(" ".join(str(error).split())[:300])
             return None
+        if found is None:
+            return None
+        logits, (tokens, told) = found
+        wanted = len(batch.wanted)
+        self.likeliest = tokens[:wanted], told[:wanted]
+        return logits[:wanted]
 
     def warm_up(self) -> None:
         """What finds the likeliest tokens is compiled: for one row, and for several, whose answers are aligned otherwise."""
@@ -179,17 +187,38 @@ class Graphs:
         self.likeliest = None
         self._logits = self._logits[:0].clone()
 
-    def _run(self, kind: Kind, batch: Batch) -> Found:
-        entry = self._captured.get(kind)
-        if entry is not None and entry.repeat is not None and entry.takes(batch.reads, kind.tokens):
-            entry.fill(batch, self._pool.scratch)
-            self.replays += 1
-            return entry.repeat()
+    def _run(self, kind: Kind, batch: Batch) -> Found | None:
+        own = self._captured.get(kind)
+        if own is not None and own.takes(batch.reads):
+            return self._repeat(own, batch)
+        self._met[kind] += 1
+        if self._met[kind] < SEEN_BY_OTHERS and (other := self._other(kind, batch.reads)) is not None:
+            return self._repeat(other, batch)
+        if own is None and self._met[kind] < (SEEN if kind.wanted is None else SEEN_WITH_PROMPTS):
+            return None
+        del self._met[kind]
+        return self._capture_anew(kind, batch, own)
+
+    def _other(self, kind: Kind, reads: Reads) -> _Captured | None:
+        """One that was captured for other steps, and can do these."""
+        others = sorted(
+            (other for other in self._captured if other != kind and other.does(kind)), key=lambda other: (other.tokens, other.told)
+        )
+        return next((entry for entry in map(self._captured.__getitem__, others[:TRIES]) if entry.takes(reads)), None)
+
+    def _repeat(self, entry: _Captured, batch: Batch) -> Found:
+        assert entry.repeat is not None
+        entry.fill(batch, self._pool.scratch)
+        self.replays += 1
+        return entry.repeat()
+
+    def _capture_anew(self, kind: Kind, batch: Batch, before: _Captured | None) -> Found:
+        """Whoever had too little room before gets no less of anything: plans that come in turns would send each other away."""
         if len(self._logits) < kind.told:  # graphs that were captured before keep theirs: twice the room that the largest wants
             self._logits = self._logits.new_empty(power_of_two(kind.told), self._logits.shape[1])
         entry = _Captured(kind, self._logits)
         entry.fill(batch, self._pool.scratch)
-        entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE)
+        entry.reads, entry.lowering = batch.reads, self._lower(batch.reads, entry.positions, SPARE, before.lowering if before else None)
         logits, found = self._step(entry)
         logits = logits.clone()
         entry.repeat = self._capture(lambda: self._step(entry), kind.layered)
@@ -244,8 +273,9 @@ def on_cuda(decoder: Decoder, pool: PagePool, dtype: torch.dtype) -> Graphs:
     stream, graphs = torch.cuda.Stream(pool.k.device), WeakSet[torch.cuda.CUDAGraph]()
     memory = torch.cuda.graph_pool_handle()  # one: what a graph let go serves the next
 
-    def lower(reads: Reads, positions: Tensor, spare: float) -> Replaceable:
-        return gpu.TritonLowering(device, dtype, reads, positions, geometry, spare)
+    def lower(reads: Reads, positions: Tensor, spare: float, before: Replaceable | None) -> Replaceable:
+        kept = before if isinstance(before, gpu.TritonLowering) else None
+        return gpu.TritonLowering(device, dtype, reads, positions, geometry, spare, kept)
 
     known: dict[bytes, Hashable] = {}
 

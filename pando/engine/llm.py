@@ -62,7 +62,7 @@ class LLM:
         quantization: Quantization = EngineConfig.quantization,
         kv_dtype: KVDType = EngineConfig.kv_dtype,
         max_model_len: int | None = EngineConfig.max_model_len,
-        max_num_seqs: int = EngineConfig.max_num_seqs,
+        max_num_seqs: int | None = EngineConfig.max_num_seqs,
         max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens,
         page_size: int = EngineConfig.page_size,
         kv_cache_tokens: int | None = EngineConfig.kv_cache_tokens,

@@ -88,7 +88,7 @@ def check_step(model: Model, config: EngineConfig, pool: PagePool) -> None:
     """Computes the largest step, for nobody: what does not fit beside the cache is said now, and not to the first request. Twice, since the
     tokens of a step are read when the next one has been asked for; and with what sampling takes at most, where all tokens are as likely,
     so that a short list does not settle top_p, and everything is sorted."""
-    tokens, rows = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
+    tokens, rows = config.max_num_batched_tokens, min(config.rows_on(model.device.type), config.max_num_batched_tokens)
     numbers = torch.zeros(tokens, dtype=torch.int64, device=model.device)
     step = Step(numbers, numbers, numbers + pool.scratch, numbers[:rows], lambda q, turned, k, v: turned.clone())
     sampler = Sampler(model.config.vocab_size, model.device)

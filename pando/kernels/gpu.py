@@ -60,7 +60,13 @@ class Device(NamedTuple):
 class TritonLowering:
     """A plan as the GPU takes it. Valid until the plan changes; `replace` puts another in its place, where there is room for it."""
 
-    def __init__(self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0) -> None:
+    _parts: Tensor
+
+    def __init__(
+        self, device: Device, dtype: torch.dtype, reads: Reads, positions: Tensor, geometry: Geometry, spare: float = 1.0,
+        before: "TritonLowering | None" = None,
+    ) -> None:  # fmt: skip
+        """`spare`: so many times the room that these reads take. `before`: of the same kind, and no smaller than that in anything."""
         self._device, self._geometry, self._page_size = device, geometry, reads.page_size
         self._large, self._small = (suited(size, geometry, device.capability) for size in sizes(geometry, dtype, reads, device.processors))
         self._hopper = found(device.where, dtype, geometry, reads.page_size) if self._large == LARGEST else None
@@ -70,24 +76,28 @@ class TritonLowering:
         self._forms: dict[tuple[int, bytes], Tiles] = {}
         tiles, place = self._cut(reads, len(positions)), device.where
         self._grids = [math.ceil(n * spare) for n in tiles.launches]
+        self._room = {name: aligned(math.ceil(len(numbers) * spare)) for name, numbers in zip(tiles._fields, tiles.arrays, strict=False)}
+        parts, self._moves = math.ceil(tiles.parts * spare), math.ceil(len(tiles.moved) * spare)  # the queries that are turned again
+        if before is not None:
+            self._grids = list(map(max, self._grids, before._grids))
+            self._room = {name: max(room, before._room[name]) for name, room in self._room.items()}
+            parts, self._moves = max(parts, len(before._parts)), max(self._moves, before._moves)
         if self._hopper is not None:
             self._small = self._small._replace(
                 warps=self._small.warps if self._small.heads > 1 else max(2, self._small.warps), registers=BESIDE
             )
-        self._room = {name: aligned(math.ceil(len(numbers) * spare)) for name, numbers in zip(tiles._fields, tiles.arrays, strict=False)}
         self._room["tiles"] = aligned(kernels.FIELDS * (self._grids[0] + self._grids[1]))  # one for every program, if only of zeros
         self._ints = torch.zeros(sum(self._room.values()), dtype=torch.int32, device=place)
         self.staged = Staged(self._ints)
         self._arrays = dict(zip(self._room, self._ints.split(list(self._room.values())), strict=True))
         self._seen, self._ahead = torch.zeros(2, self._room["query"], dtype=torch.int32, device=place)
-        self._parts = torch.empty(math.ceil(tiles.parts * spare), geometry.heads, geometry.head_dim, device=place)
+        self._parts = torch.empty(parts, geometry.heads, geometry.head_dim, device=place)
         self._lses = torch.empty(self._parts.shape[:2], device=place)  # [P, H] fp32, natural logarithm
         most = int(np.diff(tiles.starts).max(initial=0))
         merged = MERGED if self._shape[-1] <= 128 else MERGED[:-1]  # more of them have no room in registers
         self._merged = next((parts for parts in merged if parts >= most), merged[-1])
         self._launch = Launches()
         self._descriptors: dict[tuple[int, int, bool], TensorDescriptor] = {}
-        self._moves = math.ceil(len(tiles.moved) * spare)  # queries that are turned again, at most
         self._turn: Tensor | None = None
         self._write(tiles.arrays)
         self.begin(positions)

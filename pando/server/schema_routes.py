@@ -107,7 +107,7 @@ class SchemaRoutes:
     async def _encode(self, schema: Schema, tenant: Tenant) -> bool:
         """Some at a time, so that other requests come in between."""
         service, end = self.service, time.perf_counter() + self.service.config.request_timeout
-        size = max(1, service.engine_config.max_num_seqs // 2)
+        size = max(1, service.max_rows // 2)
         for start in range(0, len(schema.stored), size):
             some = _Some(schema.stored[start : start + size], tenant)
             await service.ask_engine(some.encode)

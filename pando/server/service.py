@@ -160,7 +160,7 @@ class Service:
             "pool_bytes": engine.pool.nbytes,
             "max_model_len": engine.max_len,
         }
-        self.page_size = engine.pages.page_size
+        self.page_size, self.max_rows = engine.pages.page_size, engine.scheduler.max_rows
         self.spell = lambda token: tokenizer.token_bytes(token, skip_special=False)
         self.vocab_size = engine.model.config.vocab_size
         self.eos = frozenset(tokenizer.eos)
@@ -279,9 +279,9 @@ class Service:
         return ticket
 
     def check_room(self) -> None:
-        waiting = self._open + self._preparing - self.engine_config.max_num_seqs
+        waiting = self._open + self._preparing - self.max_rows
         if waiting >= self.config.max_queue:
-            seconds = int(self._seconds * (1 + waiting / self.engine_config.max_num_seqs)) + 1
+            seconds = int(self._seconds * (1 + waiting / self.max_rows)) + 1
             raise Busy(waiting, min(seconds, MAX_RETRY_AFTER))
 
     def close(self, ticket: Ticket, *, counted: bool = True) -> None:

@@ -36,12 +36,15 @@ class Departure:
         self._ready: tuple[int, torch.cuda.Event | None] = 0, None
         self._going = {card.key: _Going(card, page) for card, page in reversed(pages)}
         self._there: torch.cuda.Event | None = None
+        self._is_followed = False  # will what is ready be copied, without being asked for again?
 
     def computed(self, layers: int) -> None:
         """So many layers of all pages are computed, or asked of the device. For the thread that computes: it waits for nothing."""
         if layers > self._ready[0]:
             self._ready = layers, self._mover.mark()
-            self._saver.post(self._follow)
+            if not self._is_followed:  # else that one, which has not begun, takes these layers, too
+                self._is_followed = True
+                self._saver.post(self._follow)
 
     # ---- for the thread that saves
 
@@ -63,6 +66,7 @@ class Departure:
 
     def _follow(self) -> None:
         """All that was announced in the meantime."""
+        self._is_followed = False
         with suppress(Exception):  # whoever keeps them tries again, and hears why it cannot be
             for going in self._going.values():
                 self._begin(going)

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import le
 from typing import Any
 from weakref import WeakSet
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pando.engine import graphs as graphs_module
 from pando.engine import sampler
 from pando.engine.engine import Engine
-from pando.engine.graphs import SCARCE, SEEN_WITH_PROMPTS, Graphs
+from pando.engine.graphs import SCARCE, SEEN_BY_OTHERS, SEEN_WITH_PROMPTS, Graphs
 from pando.engine.request import Request
 from pando.engine.row import Schedule
 from pando.engine.sampler import likeliest
@@ -30,16 +32,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlap")]
 
 
 class Slow:
-    """A plan in the definition's hands, with room for so many reads."""
+    """A plan in the definition's hands, with room for so much as it needs."""
 
     staged = None
 
-    def __init__(self, geometry: Geometry, reads: Reads, positions: Tensor, spare: float) -> None:
-        self._geometry, self._room = geometry, int(len(reads.tokens) * spare)
+    def __init__(self, geometry: Geometry, reads: Reads, positions: Tensor, spare: float, before: "Slow | None") -> None:
+        room = [int(count * spare) for count in self.needs(reads)]
+        self._geometry, self._room = geometry, list(map(max, room, before._room)) if before else room
         self._reads, self._positions = list(reads.each()), positions
 
+    @staticmethod
+    def needs(reads: Reads) -> tuple[int, ...]:
+        return (len(reads.tokens),)
+
     def replace(self, reads: Reads, count: int) -> bool:
-        fits = len(reads.tokens) <= self._room
+        fits = all(map(le, self.needs(reads), self._room))
         if fits:
             self._reads = list(reads.each())
         return fits
@@ -58,7 +65,7 @@ def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda read
     if engine.store is not None:
         moved = engine.store.transfer
         moved.mover.__init__(pool, moved.shape, moved.codec)  # type: ignore[misc]
-    lower = lambda reads, at, spare: Slow(decoder.geometry, reads, at, spare)  # noqa: E731
+    lower = lambda reads, at, spare, before: Slow(decoder.geometry, reads, at, spare, before)  # noqa: E731
     engine.graphs = Graphs(decoder, pool, lower, launches, lambda work, layered: work)
     return engine.graphs
 
@@ -66,6 +73,12 @@ def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda read
 @pytest.fixture(scope="module")
 def model() -> Model:
     return tiny_model()
+
+
+@pytest.fixture
+def each_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph does the steps of another."""
+    monkeypatch.setattr(graphs_module, "SEEN_BY_OTHERS", 0)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -94,6 +107,29 @@ def test_a_plan_that_a_graph_has_no_room_for_is_captured_anew(model: Model) -> N
     assert graphs.captures > 2
 
 
+def test_plans_that_come_in_turns_do_not_send_each_others_graphs_away(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has more reads, the other more pages: what is captured anew has room for both."""
+    monkeypatch.setattr(graphs_module, "SPARE", 1.0)
+    monkeypatch.setattr(Slow, "needs", lambda self, reads: (len(reads.tokens), len(reads.pages)))
+    engine = tiny_engine(model, max_num_seqs=16, max_num_batched_tokens=600)
+    graphs, captures = captured(engine), list[int]()
+    for turn in range(SEEN_WITH_PROMPTS + 3):
+        for rows, length in ((16, 9), (9, 60)):
+            run(engine, [Request(f"{turn} {rows} {i}", prompt(i + 20 * turn, length), greedy(6)) for i in range(rows)])
+            captures.append(graphs.captures)
+    assert captures[-1] == captures[2 * SEEN_WITH_PROMPTS] and graphs.replays > 20
+
+
+def test_fewer_rows_go_through_what_was_captured_for_more_until_they_come_often(model: Model) -> None:
+    engine = tiny_engine(model, max_num_seqs=16)
+    graphs = captured(engine)
+    asked = [Request(str(i), prompt(i, 9), greedy(SEEN_BY_OTHERS + 30 if i == 0 else 6 + i // 2)) for i in range(12)]
+    found, plain = (run(each, asked) for each in (engine, tiny_engine(model, max_num_seqs=16)))
+    assert {name: [e.token for e in found[name]] for name in found} == {name: [e.token for e in plain[name]] for name in plain}
+    assert [kind.tokens for kind in graphs._captured] == [16, 1], "two, four and eight rows did not come often"
+    assert graphs.captures == 2 and engine.steps - graphs.replays - graphs.captures <= 3, "two with prompts, and the first of all rows"
+
+
 def test_a_graph_goes_only_when_the_one_that_takes_its_place_is_there(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slow, "replace", lambda *_: False)
     engine = tiny_engine(model)
@@ -113,6 +149,7 @@ def test_a_graph_goes_only_when_the_one_that_takes_its_place_is_there(model: Mod
     assert alive[:3] == [0, 1, 1]
 
 
+@pytest.mark.usefixtures("each_its_own")
 def test_captured_steps_of_all_kinds_share_the_memory_of_their_logits(model: Model) -> None:
     engine = tiny_engine(model, max_num_seqs=16)
     graphs = captured(engine)
@@ -144,11 +181,11 @@ def test_a_step_with_a_prompt_is_captured_only_when_its_kind_comes_again_and_aga
     for seed in range(SEEN_WITH_PROMPTS + 2):
         run(engine, [Request(str(seed), prompt(seed, 21), greedy(1))])
         counts.append((graphs.captures, graphs.replays))
-    assert counts[-4:] == [(0, 0), (1, 0), (1, 1), (1, 2)], "eleven are done one by one, the twelfth is captured"
+    assert counts[-4:] == [(0, 0), (1, 0), (1, 1), (1, 2)], "what may never come again is done one by one"
 
 
 def test_the_middle_of_a_long_prompt_is_captured_and_makes_no_logits(model: Model) -> None:
-    asked = [Request(str(seed), prompt(seed, 96), greedy(3)) for seed in range(6)]
+    asked = [Request(str(seed), prompt(seed, 96), greedy(3)) for seed in range(3)]
     engine = tiny_engine(model, max_num_batched_tokens=16, max_num_seqs=1)
     graphs = captured(engine)
     found, plain = (run(each, asked) for each in (engine, tiny_engine(model, max_num_batched_tokens=16, max_num_seqs=1)))
@@ -156,7 +193,7 @@ def test_the_middle_of_a_long_prompt_is_captured_and_makes_no_logits(model: Mode
         name: [event.token for event in each] for name, each in plain.items()
     }
     (middle,) = (entry for kind, entry in graphs._captured.items() if kind.tokens == 16)
-    assert len(middle.logits) == 0 and graphs.replays > 5 * 6 - SEEN_WITH_PROMPTS, "five of the six steps of a prompt"
+    assert len(middle.logits) == 0 and graphs.replays > 5 * 3 - SEEN_WITH_PROMPTS, "five of the six steps of a prompt"
 
 
 def test_what_cannot_be_captured_is_done_without_and_said_once(model: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,6 +230,7 @@ def test_where_the_memory_ends_captured_steps_are_let_go_before_steps_become_sma
     assert graphs.replays > 10 and graphs._captured, "they are captured again"
 
 
+@pytest.mark.usefixtures("each_its_own")
 def test_where_there_is_no_memory_for_another_graph_all_are_captured_anew_but_not_for_ever(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:

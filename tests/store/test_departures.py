@@ -1,5 +1,6 @@
 """Pages that leave the pool while they are computed."""
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -18,11 +19,13 @@ class Pool:
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int]] = []
+        self.calls = 0
         self.broken = False
 
     def mark(self) -> None: ...
 
     def take(self, takes: Sequence[Take], computed: None) -> None:
+        self.calls += 1
         if self.broken:
             raise MemoryError
         for page, tokens, layers, into in takes:
@@ -78,6 +81,20 @@ def test_layers_are_copied_as_they_are_computed_and_found_when_the_page_is_kept(
     keep(departures, saver, [(a, 5), (b, 6)])
     assert [read(host.open(one.key)) for one in (a, b)] == [of_page(5), of_page(6)]
     assert len(pool.taken) == 6 and not len(departures)
+
+
+def test_layers_that_are_computed_while_others_are_copied_are_copied_together(departures: Departures, pool: Pool, saver: Worker) -> None:
+    """Whoever copies takes Python from the thread that computes, once for each call."""
+    departure, busy = departures.begin([(chain(1)[0], 5)]), threading.Event()
+    saver.post(busy.wait)
+    for layers in range(SHAPE.layers):
+        departure.computed(layers)
+    busy.set()
+    saver.settle()
+    assert pool.calls == 1 and pool.taken == [(5, layer) for layer in range(SHAPE.layers - 1)]
+    departure.computed(SHAPE.layers)
+    saver.settle()
+    assert pool.calls == 2 and pool.taken[-1] == (5, SHAPE.layers - 1)
 
 
 def test_a_page_that_is_not_under_way_leaves_whole(departures: Departures, host: HostTier, pool: Pool, saver: Worker) -> None:
