@@ -48,6 +48,21 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidPrompt(f"message {index} ({message['role']}) has content of type {kind}; it must be a string")
 
 
+def parsed(arguments: str) -> object:
+    """The object a template wants, or the text where it is none: an answer that broke off is still history."""
+    try:
+        value = json.loads(arguments, parse_constant=no_number)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def no_number(name: str) -> float:
+    """Python reads NaN and Infinity as numbers."""
+    raise ValueError(f"{name} is not JSON")
+
+
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> "Template":
     return _environment().from_string(template)

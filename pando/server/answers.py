@@ -5,9 +5,10 @@ import time
 from collections.abc import Container, Sequence
 from typing import Literal, get_args
 
+from ..engine import tools
 from ..engine.pins import Pin
 from ..engine.request import Logprob, Reuse, TokenEvent, Truncated
-from . import tools
+from ..engine.tools import Piece, Stream
 from .history import Drift
 from .logprobs import Scored, Spell, chat_logprobs, text_logprobs
 from .metrics import Metrics, Source
@@ -35,7 +36,6 @@ from .replies import (
     usage,
 )
 from .service import Ticket
-from .tools import Piece, Stream
 
 TIERS: tuple[Source, ...] = ("host", "disk", "remote")
 ADVICE = {

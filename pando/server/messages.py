@@ -1,11 +1,11 @@
 """Conversations and tools, as clients write them and as chat templates read them."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
+from ..model.chat import parsed
 from .limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Name, Plain, Schema, Text, one_of
 
 
@@ -31,7 +31,7 @@ class ToolCall(Body):
     function: CalledFunction = Field(description="The call.")
 
     def plain(self) -> Plain:
-        arguments = _parsed(self.function.arguments)
+        arguments = parsed(self.function.arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -63,21 +63,6 @@ class Message(Body):
         if self.tool_call_id is not None:
             plain["tool_call_id"] = self.tool_call_id
         return plain
-
-
-def _parsed(arguments: str) -> object:
-    """The object a template wants, or the text where it is none: an answer that broke off is still history."""
-    try:
-        value = json.loads(arguments, parse_constant=no_number)
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
-def no_number(name: str) -> float:
-    """Python reads NaN and Infinity as numbers."""
-    raise ValueError(f"{name} is not JSON")
 
 
 class Function(Body):

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
+from ..engine import tools
+from ..engine.grammar import Grammars
 from ..engine.request import Constraint, SamplingParams, Tenant, Truncation
 from ..engine.truncation import Message, of_conversation, wanted_room
 from ..errors import InvalidPrompt, PromptTooLong
 from ..markup.binding import Bound
 from ..model.tokenizer import Tokenizer
-from . import tools
-from .grammar import Grammars
 from .history import Drift, History, message_at, message_starts
 from .limits import MAX_PROMPT_TOKENS, Plain
 from .messages import conversation, definitions

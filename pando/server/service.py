@@ -15,6 +15,7 @@ from ..config import EngineConfig, ServerConfig
 from ..engine.admission import PUBLIC
 from ..engine.engine import Engine
 from ..engine.facts import Stats, StepFacts
+from ..engine.grammar import Grammars
 from ..engine.llm import LLM
 from ..engine.loop import EngineLoop
 from ..engine.pace import measure
@@ -27,7 +28,6 @@ from ..markup.schema import Schema
 from ..model.load import Model
 from ..model.tokenizer import Tokenizer
 from .failures import Stopped
-from .grammar import Grammars
 from .history import History
 from .metrics import Metrics, Outcome
 from .overflow import Overflow

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pando.engine.grammar import MAX_SCHEMA_DEPTH, Grammars
 from pando.engine.request import SamplingParams, TokenEvent
+from pando.engine.tools import HERMES, LLAMA, MAX_FORCED_CALLS, MISTRAL, Call, Form, Function, Stream, form_of, functions
 from pando.errors import InvalidPrompt, InvalidSampling
 from pando.server.answers import _Answer
-from pando.server.grammar import MAX_SCHEMA_DEPTH, Grammars
 from pando.server.prompts import Asked
-from pando.server.tools import HERMES, LLAMA, MAX_FORCED_CALLS, MISTRAL, Call, Form, Function, Stream, form_of, functions
-from tests.server.test_grammar import MARK, follow, marked_tokenizer, tokens_of, wander
+from tests.engine.test_grammar import MARK, follow, marked_tokenizer, tokens_of, wander
 from tests.tiny import END, VOCAB, tiny_tokenizer
 
 FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}

@@ -12,10 +12,10 @@ import pytest
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
+from pando.engine.grammar import MAX_COMPILED, MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammars
 from pando.engine.request import Constraint
 from pando.errors import InvalidSampling, PandoError, UnsupportedModel
 from pando.model.tokenizer import Tokenizer
-from pando.server.grammar import MAX_COMPILED, MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammars
 from tests.tiny import END, VOCAB, tiny_tokenizer
 
 WEATHER = {

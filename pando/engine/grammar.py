@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.request import Constraint
 from ..errors import InvalidSampling, PandoError, UnsupportedModel
 from ..model.tokenizer import Tokenizer
 from .patterns import check_patterns
+from .request import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -8,9 +8,9 @@ from typing import Any
 from uuid import uuid4
 
 from ..errors import InvalidPrompt
+from ..model.chat import no_number
 from ..model.tokenizer import Tokenizer
 from .grammar import schema_text
-from .messages import no_number
 
 MAX_FORCED_CALLS = 16  # in one answer: a small model that may go on calling often does
 
