@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .engine.llm import LLM
-    from .engine.request import CompletionOutput, RequestOutput, SamplingParams, Truncation
+    from .engine.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams, Truncation
     from .engine.schemas import Prompt
     from .errors import PandoError
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["LLM", "CompletionOutput", "PandoError", "Prompt", "RequestOutput", "SamplingParams", "Truncation", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "PandoError",
+    "Prompt",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "Truncation",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -29,7 +39,7 @@ def __getattr__(name: str) -> object:
         from .errors import PandoError
 
         return PandoError
-    if name in ("CompletionOutput", "RequestOutput", "SamplingParams", "Truncation"):
+    if name in ("CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "Truncation"):
         from .engine import request
 
         return getattr(request, name)

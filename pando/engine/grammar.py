@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..errors import InvalidSampling, PandoError, UnsupportedModel
 from ..model.tokenizer import Tokenizer
 from .patterns import check_patterns
-from .request import Constraint
+from .request import Constraint, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -53,13 +53,21 @@ class Grammars:
         return self._maker("JSON schema", grammar)
 
     def lark(self, text: str) -> Callable[[], Constraint]:
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise _refusal("grammar", str(error)) from error
-        if size > MAX_GRAMMAR_BYTES:
-            raise InvalidSampling(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+        _check_text("grammar", text)
         return self._maker("grammar", _library().grammar_from_lark(text))
+
+    def regex(self, text: str) -> Callable[[], Constraint]:
+        _check_text("regex", text)
+        return self._maker("regex", _library().grammar_from_regex(text))
+
+    def of(self, wanted: StructuredOutputsParams) -> Callable[[], Constraint]:
+        if wanted.json is not None:
+            return self.json_schema(_schema(wanted.json))
+        if wanted.regex is not None:
+            return self.regex(wanted.regex)
+        if wanted.choice is not None:
+            return self.lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
+        return self.json_object() if wanted.grammar is None else self.lark(wanted.grammar)
 
     def _maker(self, kind: str, grammar: str) -> Callable[[], Constraint]:
         compiled = self._find(kind, grammar)
@@ -141,6 +149,25 @@ class _Vocabulary:
 
 
 _BEFORE = "\x02"  # takes the space that such a tokenizer puts before a text's first word; no word begins with it
+
+
+def _check_text(kind: str, text: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _refusal(kind, str(error)) from error
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidSampling(f"the {kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+
+
+def _schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise _refusal("JSON schema", str(error)) from error
+    if not isinstance(found, Mapping):
+        raise InvalidSampling(f"the JSON schema is a {type(found).__name__}; it must be an object")
+    return found
 
 
 def schema_text(schema: Mapping[str, Any], layout: Mapping[str, str | bool] = COMPACT) -> str:

@@ -5,40 +5,25 @@ import os
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from ..config import Attention, CodecName, Device, DType, EngineConfig, KVDType, PolicyName, Quantization
-from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
-from ..kv.run import Run
+from ..errors import InvalidOption
 from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from ..model.load import Model, load
+from .conversation import Messages, Rendering, Tools, conversations
 from .engine import Engine
+from .given import AnyPrompt, Given, Params, Structures, Truncating, each, each_structure, how, plain, several, written
+from .grammar import Grammars
 from .lock import Lock
+from .outputs import append, begun
 from .pace import measure_before_choosing
-from .request import CompletionOutput, Request, RequestOutput, SamplingParams, Span, Tenant, TokenEvent, Truncation
+from .request import Request, RequestOutput, SamplingParams, Span, StructuredOutputsParams, Tenant, TokenEvent
 from .schemas import Prompt, Schemas
 from .sizing import context_of
-from .truncation import of_conversation, wanted_room
-
-# text; tokens; {"prompt": text} or {"prompt_token_ids": tokens}; PML; a call of a program
-AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt | Written
-Messages = Sequence[Mapping[str, Any]]
-Params = SamplingParams | Sequence[SamplingParams] | None
-Truncating = Literal["auto", "disabled"] | Truncation  # auto: the oldest part of a prompt that does not fit is dropped
-
-
-class _Given(NamedTuple):
-    """A prompt as an engine takes it."""
-
-    tokens: Sequence[int]
-    runs: Sequence[Run] = ()
-    position: int | None = None
-    repair: float = 0.0
-    truncation: Truncation | None = None
-    drop: Sequence[Span] = ()
 
 
 def loaded(config: EngineConfig) -> Model:
@@ -127,6 +112,7 @@ class LLM:
         self.engine = Engine(model or loaded(config), config)
         measure_before_choosing(self.engine)
         self.tokenizer = self.engine.model.tokenizer
+        self._grammars = Grammars(self.tokenizer, self.engine.model.config.vocab_size, self.tokenizer.eos)
         self._ids = itertools.count()
         self._lock = Lock()  # one thread at a time steps the engine, and finds tokens for all
         self._tenant = Tenant(config.cache_salt.encode())
@@ -154,12 +140,14 @@ class LLM:
         use_tqdm: bool = False,
         truncation: Truncating = "disabled",
         drop: Sequence[Span] = (),
+        structured_outputs: Structures = None,
     ) -> list[RequestOutput]:
         """Answers every prompt, together. A prompt that cannot be answered is refused before any is begun. `drop`: parts of each prompt to
-        leave out."""
-        several, how = _several(prompts), _how(truncation)
-        texts = [_text(prompt) for prompt in several]
-        given = [self._encode(prompt)._replace(truncation=how, drop=drop) for prompt in several]
+        leave out. `structured_outputs`: what the answers must follow."""
+        asked, cut = several(prompts), how(truncation)
+        texts = [written(prompt) for prompt in asked]
+        given = [self._encode(prompt)._replace(truncation=cut, drop=drop) for prompt in asked]
+        given = self._constrained(given, structured_outputs)
         return self._finish(given, texts, sampling_params, use_tqdm)
 
     def chat(
@@ -169,21 +157,34 @@ class LLM:
         *,
         use_tqdm: bool = False,
         truncation: Truncating = "disabled",
+        structured_outputs: Structures = None,
+        tools: Tools | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several together."""
-        is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
-        several: Sequence[Messages] = [messages] if is_one else messages  # type: ignore[list-item, assignment]
-        params = _each(sampling_params, len(several))
-        texts = [self.tokenizer.chat(conversation) for conversation in several]
-        each = zip(several, texts, params, strict=True)
-        given = [self._conversation(conversation, text, one, truncation) for conversation, text, one in each]
-        return self._finish(given, texts, params, use_tqdm)
+        """Answers one conversation, or several together. `tools`: functions that the model may call; the calls of an answer are in its
+        text, as the model wrote them, and in its `tool_calls`."""
+        rendering, asked = Rendering(self.tokenizer, tools, chat_template, chat_template_kwargs), conversations(messages)
+        params = [rendering.params(one) for one in each(sampling_params, len(asked))]
+        texts = [rendering.text(conversation) for conversation in asked]
+        window = self.engine.truncations.window
+        parts = zip(asked, texts, params, strict=True)
+        given = [rendering.given(conversation, text, one.max_tokens, truncation, window) for conversation, text, one in parts]
+        outputs = self._finish(self._constrained(given, structured_outputs), texts, params, use_tqdm)
+        rendering.find_calls(outputs)
+        return outputs
 
     def stream(
-        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, truncation: Truncating = "disabled"
+        self,
+        prompt: AnyPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        truncation: Truncating = "disabled",
+        structured_outputs: StructuredOutputsParams | None = None,
     ) -> Iterator[TokenEvent]:
         """The tokens of one prompt as they come. Closing the iterator cancels the request."""
-        given, [params] = self._encode(prompt)._replace(truncation=_how(truncation)), _each(sampling_params, 1)
+        given, [params] = self._encode(prompt)._replace(truncation=how(truncation)), each(sampling_params, 1)
+        [given] = self._constrained([given], structured_outputs)
         return self._stream(self._request(given, params))
 
     def _make(self, schema: Schema) -> None:
@@ -199,20 +200,30 @@ class LLM:
             progress.close()
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, truncation: Truncating = "disabled"
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        truncation: Truncating = "disabled",
+        structured_outputs: StructuredOutputsParams | None = None,
+        tools: Tools | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[TokenEvent]:
-        [params] = _each(sampling_params, 1)
-        return self._stream(self._request(self._conversation(messages, self.tokenizer.chat(messages), params, truncation), params))
+        rendering = Rendering(self.tokenizer, tools, chat_template, chat_template_kwargs)
+        [params] = [rendering.params(one) for one in each(sampling_params, 1)]
+        text, window = rendering.text(messages), self.engine.truncations.window
+        given = rendering.given(messages, text, params.max_tokens, truncation, window)
+        [given] = self._constrained([given], structured_outputs)
+        return self._stream(self._request(given, params))
 
-    def _conversation(self, messages: Messages, text: str, params: SamplingParams, truncation: Truncating) -> _Given:
-        tokens, how, window = self.tokenizer.encode(text), _how(truncation), self.engine.truncations.window
-        if truncation == "auto" and len(tokens) + wanted_room(params.max_tokens, window) > window:
-            how = of_conversation(lambda others: self.tokenizer.encode(self.tokenizer.chat(others)), messages, tokens)
-        return _Given(tokens, truncation=how)
+    def _constrained(self, prompts: Sequence[Given], wanted: Structures) -> list[Given]:
+        makers = [None if one is None else self._grammars.of(one) for one in each_structure(wanted, len(prompts))]
+        return [prompt._replace(constraint=maker) for prompt, maker in zip(prompts, makers, strict=True)]
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """The logprob of each token after the first, given those before it."""
-        request = self._request(_Given(tokens), SamplingParams(max_tokens=1, temperature=0), score=True)
+        request = self._request(Given(tokens), SamplingParams(max_tokens=1, temperature=0), score=True)
         return [value for event in self._stream(request) for value in event.prompt_logprobs or ()]
 
     def _stream(self, request: Request) -> Iterator[TokenEvent]:
@@ -232,16 +243,16 @@ class LLM:
         finally:
             self._close([request])
 
-    def _finish(self, prompts: Sequence[_Given], texts: Sequence[str | None], params: Params, use_tqdm: bool) -> list[RequestOutput]:
-        requests = [self._request(prompt, one) for prompt, one in zip(prompts, _each(params, len(prompts)), strict=True)]
-        outputs = {r.request_id: _output(r, text) for r, text in zip(requests, texts, strict=True)}
+    def _finish(self, prompts: Sequence[Given], texts: Sequence[str | None], params: Params, use_tqdm: bool) -> list[RequestOutput]:
+        requests = [self._request(prompt, one) for prompt, one in zip(prompts, each(params, len(prompts)), strict=True)]
+        outputs = {r.request_id: begun(r, text) for r, text in zip(requests, texts, strict=True)}
         left = len(requests)
         try:
             inbox = self._open(requests)
             progress = _Progress(left, use_tqdm)
             while left:
                 event = self._next(inbox)
-                finished = _append(outputs[event.request_id], event)
+                finished = append(outputs[event.request_id], event)
                 progress.advance(finished)
                 left -= finished
             progress.close()
@@ -278,13 +289,14 @@ class LLM:
                 self.engine.cancel(request.request_id)
                 self._inboxes.pop(request.request_id, None)
 
-    def _request(self, given: _Given, params: SamplingParams, score: bool = False) -> Request:
+    def _request(self, given: Given, params: SamplingParams, score: bool = False) -> Request:
         return Request(
             f"request-{next(self._ids)}",
             given.tokens,
             params,
             self._tenant,
             score=score,
+            constraint=given.constraint,
             runs=given.runs,
             position=given.position,
             repair=given.repair,
@@ -292,21 +304,12 @@ class LLM:
             drop=given.drop,
         )
 
-    def _encode(self, prompt: AnyPrompt) -> _Given:
-        given: object = prompt
+    def _encode(self, prompt: AnyPrompt) -> Given:
         if isinstance(prompt, Prompt | Written):
             with self._lock:
-                return _Given(*self.schemas.parts(prompt if isinstance(prompt, Prompt) else self.schemas.made(prompt)))
-        if isinstance(prompt, Mapping):
-            given = prompt.get("prompt_token_ids")
-            given = prompt.get("prompt") if given is None else given
-            if given is None:
-                raise InvalidPrompt(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'; found {sorted(map(str, prompt))}")
-        if isinstance(given, str):
-            return _Given(self.tokenizer.encode(given))
-        if isinstance(given, bytes) or not isinstance(given, Sequence):
-            raise InvalidPrompt(f"a prompt is text, a list of tokens, or a mapping with one of them; found {type(given).__name__}")
-        return _Given(list(given))
+                return Given(*self.schemas.parts(prompt if isinstance(prompt, Prompt) else self.schemas.made(prompt)))
+        found = plain(prompt)
+        return Given(self.tokenizer.encode(found) if isinstance(found, str) else found)
 
 
 def _use_threads(count: int) -> None:
@@ -333,65 +336,3 @@ class _Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _how(truncation: Truncating) -> Truncation | None:
-    if isinstance(truncation, Truncation):
-        return truncation
-    if truncation not in ("auto", "disabled"):
-        raise InvalidOption(f"truncation is {truncation!r}; it must be auto, disabled, or a Truncation")
-    return Truncation() if truncation == "auto" else None
-
-
-def _several(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
-    """One prompt or many? A list of whole numbers is one prompt of tokens."""
-    if (
-        isinstance(prompts, str | bytes | Mapping | Prompt | Written)
-        or not isinstance(prompts, Sequence)
-        or (prompts and isinstance(prompts[0], int))
-    ):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _text(prompt: AnyPrompt) -> str | None:
-    if isinstance(prompt, Prompt | Written):
-        return prompt.pml
-    if isinstance(prompt, Mapping):
-        return prompt.get("prompt")
-    return prompt if isinstance(prompt, str) else None
-
-
-def _each(params: Params, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise InvalidSampling(f"sampling_params must be SamplingParams, or a list of them; found {type(params).__name__}")
-    if len(params) != count:
-        raise InvalidSampling(f"{len(params)} sampling params for {count} prompts; give one for all, or one for each")
-    return params
-
-
-def _output(request: Request, text: str | None) -> RequestOutput:
-    answers = [CompletionOutput(index) for index in range(request.params.n)]
-    if request.params.logprobs is not None:
-        for answer in answers:
-            answer.logprobs, answer.cumulative_logprob = [], 0.0
-    before = [token for run in request.runs for token in run.tokens]
-    return RequestOutput(request.request_id, text, [*before, *request.prompt], answers)
-
-
-def _append(output: RequestOutput, event: TokenEvent) -> bool:
-    """Adds a token to its answer; says whether that was the request's last."""
-    answer = output.outputs[event.index]
-    if event.finish_reason != "error":
-        answer.token_ids.append(event.token)
-    answer.text += event.text
-    if event.logprobs is not None and answer.logprobs is not None and answer.cumulative_logprob is not None:
-        answer.logprobs.append(event.logprobs)
-        answer.cumulative_logprob += event.logprobs[event.token].logprob
-    answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
-    if event.index == 0:
-        output.num_cached_tokens, output.reuse = event.num_cached_tokens, event.reuse
-    output.finished = all(answer.finish_reason is not None for answer in output.outputs)
-    return output.finished

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ..errors import InvalidOption, InvalidSampling
 from ..kv.run import Run
@@ -20,6 +20,32 @@ MAX_STOP_CHARS = 256  # an answer is compared with all of them at each token
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an answer must follow: one of these. Names follow vLLM's offline API."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # as Lark writes it
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise InvalidSampling(f"structured outputs are one of json, regex, choice, grammar and json_object; found {found}")
+        if self.json is not None and not isinstance(self.json, str | Mapping):
+            raise InvalidSampling(f"json is a {type(self.json).__name__}; it must be a JSON schema, as a mapping or as text")
+        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
+            if text is not None and not isinstance(text, str):
+                raise InvalidSampling(f"{name} is a {type(text).__name__}; it must be text")
+        is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+        if self.choice is not None and not (is_list and self.choice and all(isinstance(one, str) for one in self.choice)):
+            raise InvalidSampling(f"choice is {str(self.choice)[:80]!r}; it must be a list of one or more texts")
 
 
 @dataclass(frozen=True)
@@ -252,6 +278,16 @@ class TokenEvent(NamedTuple):
     prompt_top: Sequence[Sequence[tuple[int, float, int]]] = ()  # of each, it and the likeliest, with logprob and rank, where asked for
 
 
+@dataclass(frozen=True)
+class Call:
+    """Of a function, by the model."""
+
+    index: int  # among the calls of one answer
+    id: str
+    name: str
+    arguments: str  # JSON, exactly as the model wrote it
+
+
 @dataclass
 class CompletionOutput:
     """One answer to a request."""
@@ -263,6 +299,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    tool_calls: list[Call] | None = None  # None: there were no tools, or their template has calls in a form that is not known
 
 
 @dataclass

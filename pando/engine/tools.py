@@ -11,6 +11,7 @@ from ..errors import InvalidPrompt
 from ..model.chat import no_number
 from ..model.tokenizer import Tokenizer
 from .grammar import schema_text
+from .request import Call
 
 MAX_FORCED_CALLS = 16  # in one answer: a small model that may go on calling often does
 
@@ -24,14 +25,6 @@ _AS_IN_HISTORY: Mapping[str, str | bool] = {"whitespace_flexible": False, "item_
 class Function:
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
-
-
-@dataclass(frozen=True)
-class Call:
-    index: int  # among the calls of one answer
-    id: str
-    name: str
-    arguments: str  # JSON, exactly as the model wrote it
 
 
 @dataclass(frozen=True)
@@ -82,10 +75,11 @@ class Form:
     def new_id(self) -> str:
         return uuid4().hex[:9] if self.short_ids else f"call_{uuid4().hex[:24]}"
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
-        """The text around the calls, without the blanks next to them, and the calls. What is no sound call stays text."""
+    def parse(self, text: str, *, cut: bool = False) -> tuple[str, list[Call]]:
+        """The text around the calls, without the blanks next to them, and the calls. What is no sound call stays text. `cut`: the answer
+        did not end here by itself."""
         stream = Stream(self)
-        pieces = [stream.feed(text), stream.finish()]
+        pieces = [stream.feed(text), stream.finish(cut=cut)]
         return "".join(piece.text for piece in pieces), [call for piece in pieces for call in piece.calls]
 
     def special_words(self, tokenizer: Tokenizer) -> dict[str, int]:
@@ -126,9 +120,13 @@ LLAMA = Form("<|python_tag|>", ";", "parameters", unmarked=True, several=False)
 MISTRAL = Form("[TOOL_CALLS]", "", "arguments", around_all=(("[TOOL_CALLS]", " ["), ("]",)), between=", ", short_ids=True)
 
 
+def takes_tools(template: str) -> bool:
+    return re.search(r"\{[{%](?:(?![}%]\}).)*?\btools\b", template, re.DOTALL) is not None
+
+
 def form_of(template: str) -> Form | None:
     """The form of calls that a chat template teaches; None if it takes no tools, or teaches a form that is not known here."""
-    if not re.search(r"\{[{%](?:(?![}%]\}).)*?\btools\b", template, re.DOTALL):
+    if not takes_tools(template):
         return None
     text = template.replace("\\", "")  # templates quote within quotes
     if HERMES.marker in text and '"arguments"' in text:

@@ -11,6 +11,8 @@ from ..errors import InvalidPrompt, PandoError
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
+OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # what every template is told
+
 
 def render(
     template: str | None,
@@ -26,7 +28,12 @@ def render(
         import jinja2  # noqa: F401 - said here rather than where it is used
     except ImportError as error:
         raise PandoError("chat templates need the package jinja2; install it with: pip install jinja2") from error
-    variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    variables = {
+        "messages": [_readable(message) for message in messages],
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
         return _compiled(template).render({**names, **variables})
     except Exception as error:  # a template is somebody else's program: it raises whatever it likes
@@ -46,6 +53,21 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
         if not isinstance(message.get("content"), str) and not calls_tools:
             kind = type(message.get("content")).__name__
             raise InvalidPrompt(f"message {index} ({message['role']}) has content of type {kind}; it must be a string")
+
+
+def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the arguments of its calls as objects, which templates write as JSON themselves; clients send them as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+        return message
+    return {**message, "tool_calls": [_readable_call(call) for call in calls]}
+
+
+def _readable_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": parsed(function["arguments"])}}
 
 
 def parsed(arguments: str) -> object:

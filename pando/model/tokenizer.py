@@ -16,7 +16,7 @@ from tokenizers import Encoding as _Encoding
 from tokenizers import Tokenizer as _Library
 
 from ..errors import BadModelFile, InvalidPrompt, ModelNotFound, UnsupportedModel
-from .chat import render
+from .chat import OURS, render
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # SentencePiece writes spaces so
@@ -140,6 +140,8 @@ class Tokenizer:
     ) -> str:
         """A conversation as the text this model was trained on. Encode it with special tokens. `options`: what the template asks for by
         name, beside what every template does."""
+        if ours := sorted(OURS & set(options or ())):
+            raise InvalidPrompt(f"chat_template_kwargs has {', '.join(ours)}, which is said otherwise; leave it out")
         names = {**(options or {}), **self._names}
         return render(template or self.template(tools=bool(tools)), messages, tools, add_generation_prompt, names)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Container, Sequence
 from typing import Literal, get_args
 
-from ..engine import tools
+from ..engine import request
 from ..engine.pins import Pin
 from ..engine.request import Logprob, Reuse, TokenEvent, Truncated
 from ..engine.tools import Piece, Stream
@@ -193,7 +193,7 @@ class _Answer:
         """What became clear with a token, and its logprob where that was asked for."""
         self.tokens.append(event.token)
         text = event.text
-        calls: tuple[tools.Call, ...] = ()
+        calls: tuple[request.Call, ...] = ()
         if self.stream is not None:
             piece = self.stream.feed(text)
             is_cut = event.finish_reason == "length" or isinstance(event.stop_reason, str)

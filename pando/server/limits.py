@@ -21,6 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ..engine.request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS
+from ..model.chat import OURS
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 2048  # of one message
@@ -88,7 +89,7 @@ def _small(value: Plain) -> Plain:
 
 
 def _theirs(value: Plain) -> Plain:
-    if ours := sorted(value.keys() & {"messages", "tools", "documents", "add_generation_prompt"}):
+    if ours := sorted(value.keys() & OURS):
         raise ValueError(f"Input should not have {', '.join(ours)}, which the request says otherwise")
     return value
 
