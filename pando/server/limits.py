@@ -142,6 +142,9 @@ def _at_most(limit: int, value: T) -> T:
     return value
 
 
+_ASKS_NOTHING: tuple[object, ...] = "", [], {"type": "text"}  # nor does a flag that is off; the last is a response_format
+
+
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -153,7 +156,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, advice in cls.refused.items():
-            if data.get(name) is not None and data[name] is not False:  # a flag that is off asks for nothing
+            if (value := data.get(name)) is not None and value is not False and value not in _ASKS_NOTHING:
                 raise ValueError(f"{name}: not supported; {advice}")
         return {name: value for name, value in data.items() if value is not None}
 

@@ -116,11 +116,8 @@ class Prompts:
         return None
 
     def _modular(self, body: ChatBody, pml: str, tenant: Tenant, params: SamplingParams) -> Asked:
-        """A prompt in PML as the one message. What the chat template would write is the schema's to write."""
-        if body.tools and body.tool_choice != "none":
-            raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
-        if body.chat_template_kwargs:
-            raise InvalidPrompt("chat_template_kwargs are the chat template's, and a prompt in PML brings its own text; leave them out")
+        """A prompt in PML as the one message."""
+        _check_no_template(body.tools if body.tool_choice != "none" else None, body.chat_template_kwargs)
         return Asked([self._bound(body, pml, tenant)], params, self._format(body))
 
     def completion(self, body: CompletionBody, tenant: Tenant, session: str | None) -> Asked:
@@ -166,6 +163,7 @@ class Prompts:
             return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
         messages = conversation(body.messages or ())
         if (pml := self._pml(messages, owner)) is not None:
+            _check_no_template(body.tools, body.chat_template_kwargs)
             return self._schemas.tokens(owner, pml)
         rendering = self._rendering(definitions(body.tools), body.chat_template_kwargs)
         return list(self._conversation(messages, rendering, answered=body.add_generation_prompt).tokens)
@@ -230,3 +228,11 @@ class Prompts:
                 'leave tools out, send tool_choice "none", or start the server with another --chat-template'
             )
         return form
+
+
+def _check_no_template(tools: Sequence[object] | None, options: Plain | None) -> None:
+    """What the chat template would write is the schema's to write, where a prompt is in PML."""
+    if tools:
+        raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
+    if options:
+        raise InvalidPrompt("chat_template_kwargs are the chat template's, and a prompt in PML brings its own text; leave them out")

@@ -48,6 +48,27 @@ CONSTRAINTS = (
 )  # fmt: skip
 
 
+_SCORES = "send the prompt to /v1/completions with echo, logprobs and max_tokens 0"
+_BIAS = "bias single tokens with logit_bias"
+
+# what other servers do with a prompt or an answer, and Pando does not
+OTHERS = {
+    "prompt_logprobs": _SCORES,
+    "bad_words": _BIAS,
+    "allowed_token_ids": _BIAS,
+    "logits_processors": _BIAS,
+    "use_beam_search": "answers are sampled; ask for several with n",
+    "truncate_prompt_tokens": 'say it with truncation "auto"',
+}
+
+# what would change the text of messages
+TEMPLATES = {
+    "chat_template": "it is the operator's to choose; render the prompt yourself, and send it to /v1/completions",
+    "continue_final_message": "an answer is a message of its own; render the prompt yourself, and send it to /v1/completions",
+    "documents": "write them into a message",
+}
+
+
 class CacheOptions(Body):
     ttl: Seconds | None = Field(None, description="How long the prompt stays cached after its last use.", examples=["30m"])
 
@@ -181,8 +202,9 @@ class ChatBody(Generation):
         "function_call": "say it with tool_choice",
         "audio": "only text is answered",
         "web_search_options": "nothing is searched; leave it out",
-        "continue_final_message": "an answer is a message of its own; render the prompt yourself, and send it to /v1/completions",
         **dict.fromkeys(CONSTRAINTS, "answers follow response_format: say it there, as a JSON schema"),
+        **TEMPLATES,
+        **OTHERS,
     }
 
     messages: Messages = Field(description="The conversation so far.", examples=[[{"role": "user", "content": "Hello"}]])
@@ -223,6 +245,7 @@ class CompletionBody(Generation):
     refused: ClassVar[Mapping[str, str]] = {
         "suffix": "an answer only follows its prompt; leave it out",
         **dict.fromkeys(("response_format", *CONSTRAINTS), "only /v1/chat/completions constrains answers, by its response_format"),
+        **OTHERS,
     }
 
     prompt: Prompts = Field(description="One prompt or several, each as text or as token ids.", examples=["Once upon a time"])
@@ -259,6 +282,8 @@ class CompletionBody(Generation):
 class TokenizeBody(Body):
     """Give a prompt or messages, not both."""
 
+    refused: ClassVar[Mapping[str, str]] = TEMPLATES
+
     model: ModelName | None = Field(None, description="A name from /v1/models; by default the one that is served.")
     prompt: Text | None = Field(None, description="Text.", examples=["Hello"])
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template.")
@@ -280,6 +305,8 @@ class DetokenizeBody(Body):
 
 class WarmBody(Steering):
     """Give a prompt or messages, not both: what is computed now, so that later requests that begin so need not."""
+
+    refused: ClassVar[Mapping[str, str]] = TEMPLATES
 
     prompt: TextOrTokens | None = Field(None, description="Text or token ids.", examples=["You are a helpful assistant."])
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template without a beginning answer.")

@@ -607,6 +607,15 @@ def test_the_tokens_of_a_prompt_of_modules_are_those_it_is_answered_with(server:
     assert told == chat(client, BOTH, extra_body={"return_token_ids": True}).prompt_token_ids
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_what_is_the_chat_templates_is_refused_beside_a_prompt_of_modules(server: Live, path: str) -> None:
+    post(server, TOUR)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for options, says in (({"chat_template_kwargs": {"think": True}}, "leave them out"), ({"tools": tools}, "into the schema")):
+        refused = fetch(server, path, {"messages": said(BOTH), **options}, key="one")
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/cache/warm", "/v1/cache/pin"])
 def test_a_prompt_of_modules_is_not_computed_ahead_as_text(server: Live, path: str) -> None:
     post(server, TOUR)

@@ -220,6 +220,23 @@ def test_a_message_to_be_continued_is_refused_and_one_that_is_not_is_fine() -> N
     assert chat(continue_final_message=False) == chat()
 
 
+@pytest.mark.parametrize("field", ["suffix", "bad_words", "prompt_logprobs", "use_beam_search", "response_format", "guided_choice"])
+def test_what_asks_for_nothing_is_not_refused(field: str) -> None:
+    for nothing in (None, False, "", []):
+        assert text(**{field: nothing}) == text()
+    assert text(response_format={"type": "text"}) == text()
+
+
+def test_what_other_servers_do_with_a_prompt_or_an_answer_is_refused_with_what_to_do_instead() -> None:
+    for body in (wire.ChatBody, wire.CompletionBody):
+        assert "echo, logprobs and max_tokens 0" in refusal(body, {"prompt_logprobs": 0})
+        assert "logit_bias" in refusal(body, {"bad_words": ["no"]})
+        assert 'truncation "auto"' in refusal(body, {"truncate_prompt_tokens": 100})
+    for body in (wire.ChatBody, wire.TokenizeBody, wire.WarmBody, wire.PinBody):
+        assert "the operator's to choose" in refusal(body, {"chat_template": "{{ messages }}"})
+        assert "into a message" in refusal(body, {"documents": [{"text": "a"}]})
+
+
 REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 WHOLES = ("n", "top_k", "seed", "max_tokens", "min_tokens")
 FLAGS = ("ignore_eos", "stream", "skip_special_tokens", "include_stop_str_in_output", "return_token_ids")
