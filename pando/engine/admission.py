@@ -49,7 +49,8 @@ class Admission:
         before, own, at = self._apart(request)
         ends = bool(before) and before[-1].end > at
         self.check_runs(before)
-        self.check_prompt(own, at + len(own), whole=bool(before) or request.score or cut is not None)
+        alone = request.score and params.max_tokens == 1  # the one token behind a prompt that is scored is not computed
+        self.check_prompt(own, at + len(own), whole=bool(before) or request.score or cut is not None, room=0 if alone else 1)
         prompt = compact(())
         for run in before:
             prompt.frombytes(run.packed)
@@ -191,14 +192,14 @@ class Admission:
             if not run.is_of(self._model.config.vocab_size):
                 self.check_tokens(run.tokens)
 
-    def check_prompt(self, prompt: Sequence[int], length: int, *, whole: bool = True) -> None:
-        """`whole`: no part of it can be dropped."""
+    def check_prompt(self, prompt: Sequence[int], length: int, *, whole: bool = True, room: int = 1) -> None:
+        """`whole`: no part of it can be dropped. `room`: tokens that must fit behind it."""
         self.check_tokens(prompt)
-        if length >= self._max_len:
+        if length + room > self._max_len:
             way = "" if whole else ', or ask for truncation="auto", which drops its oldest part'
             raise PromptTooLong(
-                f"the prompt has {length} tokens and the context holds {self._max_len}, one of them for the answer; "
-                f"shorten the prompt by {length - self._max_len + 1} tokens{way}"
+                f"the prompt has {length} tokens and the context holds {self._max_len}{', one of them for the answer' if room else ''}; "
+                f"shorten the prompt by {length + room - self._max_len} tokens{way}"
             )
 
     def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int, *, is_cut: bool = False) -> int:

@@ -221,9 +221,9 @@ class LLM:
         makers = [None if one is None else self._grammars.of(one) for one in each_structure(wanted, len(prompts))]
         return [prompt._replace(constraint=maker) for prompt, maker in zip(prompts, makers, strict=True)]
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
+    def score(self, prompt: AnyPrompt) -> list[float]:
         """The logprob of each token after the first, given those before it."""
-        request = self._request(Given(tokens), SamplingParams(max_tokens=1, temperature=0), score=True)
+        request = self._request(self._encode(prompt), SamplingParams(max_tokens=1, temperature=0), score=True)
         return [value for event in self._stream(request) for value in event.prompt_logprobs or ()]
 
     def _stream(self, request: Request) -> Iterator[TokenEvent]:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,6 +90,25 @@ def test_a_prompt_may_be_text_or_tokens_alone_or_in_a_list_or_a_mapping() -> Non
     assert {tuple(outputs[0].outputs[0].token_ids) for outputs in answers} == {tuple(answers[0][0].outputs[0].token_ids)}
     assert [outputs[0].prompt_token_ids for outputs in answers] == [tokens] * len(forms)
     assert [outputs[0].prompt for outputs in answers] == [HELLO, None, None, HELLO, None, HELLO, None, HELLO, None]
+
+
+def test_tokens_may_be_numbers_of_numpy_and_arrays() -> None:
+    llm = tiny_llm()
+    tokens = ids(llm)
+    numbers = np.array(tokens, dtype=np.int32)
+    forms: list[Any] = [numbers, list(numbers), [numbers], [list(numbers)], {"prompt_token_ids": numbers}, torch.tensor(tokens)]
+    [expected] = llm.generate(tokens, greedy(6))
+    for [found] in [llm.generate(form, greedy(6)) for form in forms]:
+        assert found.prompt_token_ids == tokens and found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert llm.score(numbers) == pytest.approx(llm.score(tokens), abs=1e-4)  # type: ignore[arg-type]
+    assert {type(token) for token in found.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("wrong", [np.array([[1, 2], [3, 4]]), np.array([1.5, 2.0]), np.array([True, False]), np.array(5), [np.array([])]])
+def test_an_array_that_is_no_prompt_is_refused(wrong: Any) -> None:
+    """Of several prompts in one array the shorter ones are filled up with something, which is no part of them."""
+    with pytest.raises(InvalidPrompt):
+        tiny_llm().generate(wrong, greedy(2))
 
 
 def test_prompts_of_different_kinds_are_answered_together_and_in_order() -> None:
@@ -350,6 +370,30 @@ def test_scores_are_the_logprobs_of_a_forward_pass_cached_or_not(budget: int) ->
         assert scores == pytest.approx(expected, abs=1e-4)
         assert math.fsum(scores) < 0
     assert at_rest(llm)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_what_fills_the_whole_context_is_scored_and_one_token_more_is_refused(positions: str) -> None:
+    llm = tiny_llm(tiny_model(positions=positions), max_model_len=64)
+    tokens = [(7 * place) % 250 for place in range(65)]
+    scores = llm.score(tokens[:64])
+    assert scores[:62] == pytest.approx(llm.score(tokens[:63]), abs=1e-4) and len(scores) == 63 and scores[62] < 0
+    with pytest.raises(PromptTooLong, match="has 65 tokens and the context holds 64; shorten the prompt by 1 tokens"):
+        llm.score(tokens)
+    with pytest.raises(PromptTooLong, match="one of them for the answer"):
+        llm.generate(tokens[:64], greedy(1))
+    assert at_rest(llm)
+
+
+def test_the_last_token_of_the_context_is_scored_as_in_a_forward_pass() -> None:
+    tokens = ids(tiny_llm())
+    expected = direct(tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    assert tiny_llm(max_model_len=len(tokens)).score(tokens) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_text_is_scored_as_its_tokens() -> None:
+    llm = tiny_llm()
+    assert llm.score(HELLO) == pytest.approx(llm.score(ids(llm)), abs=1e-4)
 
 
 def test_one_token_has_no_score() -> None:

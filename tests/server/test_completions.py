@@ -107,6 +107,14 @@ def test_an_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
 
 
+def test_what_fills_the_whole_context_is_scored() -> None:
+    with live(engine={"max_model_len": 32}) as server:
+        asked = {"prompt": "x" * 32, "echo": True, "logprobs": 0, "max_tokens": 0}
+        choice = fetch(server, "/v1/completions", asked).json()["choices"][0]
+        assert len(choice["logprobs"]["token_logprobs"]) == 32 and choice["text"] == "x" * 32
+        assert fetch(server, "/v1/completions", {**asked, "prompt": "x" * 33}).status_code == 400
+
+
 def test_what_begins_a_sequence_takes_no_place_in_the_text_of_an_echo() -> None:
     """Most models want a token there that no client has sent."""
     settings = json.loads(tiny_tokenizer()._text)
