@@ -50,13 +50,23 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise InvalidPrompt(f'message {index} has no "role"; give it "system", "user" or "assistant"')
         calls_tools = message.get("tool_calls") and message.get("content") is None
-        if not isinstance(message.get("content"), str) and not calls_tools:
+        if _joined(message.get("content")) is None and not calls_tools:
             kind = type(message.get("content")).__name__
-            raise InvalidPrompt(f"message {index} ({message['role']}) has content of type {kind}; it must be a string")
+            raise InvalidPrompt(f"message {index} ({message['role']}) has content of type {kind}; it must be a string, or text parts")
+
+
+def _joined(content: Any) -> str | None:
+    """A text, or its parts with nothing between them; None for what is neither."""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content]
+        return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+    return content if isinstance(content, str) else None
 
 
 def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the arguments of its calls as objects, which templates write as JSON themselves; clients send them as JSON text."""
+    """With one text as its content, and with the arguments of its calls as objects, which templates write as JSON themselves; clients
+    send them as JSON text."""
+    message = {**message, "content": _joined(message["content"])} if message.get("content") is not None else message
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         return message

@@ -139,6 +139,14 @@ def test_a_conversation_goes_on_behind_its_calls_as_the_model_wrote_them() -> No
     assert output.prompt is not None and '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}' in output.prompt
 
 
+def test_the_text_parts_of_a_message_are_joined() -> None:
+    llm, parts = tiny_llm(), [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    assert llm.chat([{"role": "user", "content": parts}])[0].prompt == llm.chat(HELLO)[0].prompt
+    for wrong in ([*parts, {"type": "image_url"}], [{"type": "text", "text": 5}], [parts], {"type": "text", "text": "x"}):
+        with pytest.raises(InvalidPrompt, match=r"message 0 \(user\) has content of type (list|dict); it must be a string, or text parts"):
+            llm.chat([{"role": "user", "content": wrong}])
+
+
 def test_without_tools_nothing_is_taken_for_a_call() -> None:
     [output] = tiny_llm().chat(HELLO, LONG, structured_outputs=CALLING, chat_template=HERMES_TEMPLATE)
     assert output.outputs[0].tool_calls is None and "weather" not in (output.prompt or "")
