@@ -31,13 +31,14 @@ class Rendering:
         if tools is not None and (isinstance(tools, str | bytes) or not isinstance(tools, Sequence)):
             raise InvalidPrompt(f"tools is a {type(tools).__name__}; it must be a list of functions, as OpenAI's API has them")
         self._tokenizer, self._tools, self._template, self._options = tokenizer, tools or None, template, options
-        self._form = None
+        self._form, self._marked = None, False
         if tools:
             functions(tools)  # what is none is refused
             chosen = template or tokenizer.template(tools=True) or ""
             if not takes_tools(chosen):
                 raise InvalidPrompt("the chat template of this model takes no tools; leave them out, or give a chat_template that does")
             self._form = form_of(chosen)
+            self._marked = self._form is not None and bool(self._form.special_words(tokenizer))
 
     def text(self, messages: Messages) -> str:
         return self._tokenizer.chat(messages, template=self._template, tools=self._tools, options=self._options)
@@ -51,8 +52,7 @@ class Rendering:
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Where what marks a call is a special token, the text must have it."""
-        marked = self._form is not None and self._form.special_words(self._tokenizer)
-        return replace(params, skip_special_tokens=False) if marked else params
+        return replace(params, skip_special_tokens=False) if self._marked else params
 
     def find_calls(self, outputs: Sequence[RequestOutput]) -> None:
         if self._form is not None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from pando import SamplingParams, StructuredOutputsParams
+from pando.engine.conversation import Rendering
 from pando.engine.tools import HERMES, functions
 from pando.errors import InvalidPrompt, InvalidSampling
 
 from ..tiny import tiny_llm
+from .test_grammar import marked_tokenizer
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -169,6 +171,13 @@ def test_of_an_answer_that_breaks_off_the_calls_that_are_whole_are_found() -> No
     ]
     assert (first.finish_reason, len(first.tool_calls or ())) == ("stop", 2)
     assert (second.finish_reason, len(second.tool_calls or ())) == ("length", 1)
+
+
+def test_calls_are_found_where_a_special_token_marks_them() -> None:
+    """Special tokens are left out of texts, and with it the call would be lost."""
+    tokenizer, template = marked_tokenizer(), "{% if tools %}[TOOL_CALLS] [{% endif %}{{ messages[0].content }}"
+    assert Rendering(tokenizer, TOOLS, template, None).params(LONG).skip_special_tokens is False
+    assert Rendering(tokenizer, None, template, None).params(LONG) == LONG
 
 
 @pytest.mark.parametrize("stream", [False, True])
