@@ -1,11 +1,12 @@
 """`pando bench throughput`: that it measures what it says; how fast anything is, no test can say."""
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 
 from pando.bench.attention.clock import Clock, Limits
 from pando.bench.random_model import dressed, random_weights
-from pando.bench.throughput import cold, command, decode, grid, relay
+from pando.bench.throughput import chats, cold, command, decode, grid, relay
 from pando.bench.throughput.chunk import Crowd
 from pando.bench.throughput.chunk import promises as of_crowds
 from pando.bench.throughput.decode import LEAST, WARM, Pace, Passes, Replays, Unsteady, Window, _full_steps
@@ -28,6 +29,7 @@ from pando.bench.trial import Trial, ask, drawn
 from pando.cli import main
 from pando.engine.engine import Engine
 from pando.engine.graphs import SIZES
+from pando.engine.request import Request, TokenEvent
 from pando.errors import InvalidOption
 from pando.model.decoder import Step
 
@@ -413,6 +415,32 @@ def test_a_crowd_holds_less_where_its_prompt_is_shared(tmp_path: Path) -> None:
     held = {line["mode"]: line["kv_bytes"] for line in lines}
     page = 64 * 2 * 2 * 2 * 8 * 4  # two layers of K and V, two heads of 8, fp32
     assert held == {SHARED: (4 + 3) * page, "unshared": 3 * 5 * page}
+
+
+def test_conversations_are_told_of_in_parts_of_the_time_and_reuse_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, reused = list[int](), list[int]()
+    step, add = Engine.step, Engine.add
+
+    def watched(engine: Engine) -> Sequence[TokenEvent]:
+        events = step(engine)
+        reused.extend(event.num_cached_tokens for event in events)
+        return events
+
+    def added(engine: Engine, request: Request) -> None:
+        asked.append(len(request.prompt))
+        add(engine, request)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(Engine, "add", added)
+    monkeypatch.setattr(chats, "ANSWERED", (4,))
+    clock = itertools.count()  # a hundredth of a second each time that somebody looks
+    monkeypatch.setattr(chats, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100, sleep=lambda seconds: None))
+    lines = run(tmp_path, "--only", "chats", "--chats", "3", "--chat-seconds", "3", "--think", "0.05")[chats.TABLE]
+    assert [line["until"] for line in lines] == pytest.approx([0.6, 1.2, 1.8, 2.4, 3.0]) and all(line["captured"] == 0 for line in lines)
+    assert sum(line["tokens_per_second"] for line in lines) > 0 and max(line["rows"] for line in lines) <= 3
+    told = [line["next_ms"] for line in lines if line["next_ms"]["100"]]
+    assert told and all(0 < line["50"] <= line["90"] <= line["99"] <= line["100"] for line in told)
+    assert max(asked) > chats.SYSTEM + max(chats.SAID) and max(reused) > chats.SYSTEM, "turns go on behind what was said"
 
 
 def test_of_a_cold_prompt_nothing_is_reused_and_it_stands_beside_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

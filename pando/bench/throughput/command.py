@@ -14,7 +14,7 @@ from ..measure import machine, show, table
 from ..options import above_zero, picture
 from ..random_model import SHAPES, dressed, random_weights
 from ..subject import add_device
-from . import chunk, cold, grid, prompt_cache, relay, steps
+from . import chats, chunk, cold, grid, prompt_cache, relay, steps
 from .report import Draw, Report, draw
 from .setting import Setting
 
@@ -33,6 +33,7 @@ TABLES = {
     "steps": Table("steps without sharing: against the weights, and idle time", steps.measure),
     "cold": Table("first tokens of prompts of which nothing is known, beside transformers", cold.measure),
     "relay": Table("a batch job and a service behind a system prompt", relay.measure),
+    "chats": Table("conversations with the engine's defaults: first tokens, and those that follow", chats.measure),
     "chunk": Table("latency, KV bytes and rows at a given rate", chunk.measure),
     "prompt-cache": Table("first tokens behind modules in the pool and in host memory", prompt_cache.measure),
 }
@@ -42,6 +43,7 @@ DRAWN: dict[str, Draw] = {
     cold.TABLE: cold.draw,
     relay.JOB: relay.draw_job,
     relay.SERVICE: relay.draw_service,
+    chats.TABLE: chats.draw,
     chunk.TABLE: chunk.draw,
     prompt_cache.TABLE: prompt_cache.draw,
 }
@@ -49,7 +51,7 @@ QUICK = {
     "batches": [2], "prefixes": [64, 128], "new": [9], "steps": 3, "prompts": [16, 64], "requests": 12, "rows": 4,
     "cold_prompts": [16, 64], "longest": 12, "arrivals": [50.0, 200.0],
     "chunk_prompts": [64, 128], "chunk_arrivals": [100.0, 100.0], "chunk_requests": 3, "chunk_answer": 8,
-    "module_tokens": 600, "repeats": 1,
+    "module_tokens": 600, "repeats": 1, "chats": 4, "chat_seconds": 2.0, "think": 0.1,
 }  # fmt: skip
 
 
@@ -110,8 +112,8 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Whatever is known to fail after minutes of measuring is refused before."""
-    above_zero(arguments, "steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens")
-    above_zero(arguments, "seconds", "limit", "bandwidth", "rate")
+    above_zero(arguments, "steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens", "chats")
+    above_zero(arguments, "seconds", "chat_seconds", "think", "limit", "bandwidth", "rate")
     chunk.check(arguments)
     relay.check(arguments)
 
@@ -135,6 +137,7 @@ def _parser() -> Parser:
     grid.add_options(parser.add_argument_group("hydragen and steps; the modes are also those of relay"))
     cold.add_options(parser.add_argument_group("cold"))
     relay.add_options(parser.add_argument_group("relay"))
+    chats.add_options(parser.add_argument_group("chats"))
     chunk.add_options(parser.add_argument_group("chunk"))
     prompt_cache.add_options(parser.add_argument_group("prompt-cache"))
     return parser
