@@ -25,7 +25,7 @@ from ..store.movers import Copy, Take
 from ..store.policy import Policy
 from ..store.speeds import Moved, Speeds
 from ..store.store import Store
-from ..store.tier import Card, Lost, Reader, Shape, Tier, remember_end
+from ..store.tier import Card, Ends, Lost, Reader, Shape, Tier
 from ..store.transfer import Load, Transfer
 from ..store.worker import Worker
 
@@ -193,13 +193,13 @@ class Disk:
         self._clock, self._token, self._page_size = clock, kv_bytes / rate, page_size
         self._cards: dict[Key, Card] = {}
         self._whole = (0,) * page_size
-        self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
+        self._ends = Ends()
 
     def look(self, keys: Sequence[Key]) -> int:
         return next((place for place, key in enumerate(keys) if key not in self._cards), len(keys))
 
     def ends(self, parent: Key) -> Sequence[Card]:
-        return list(self._ends.get(parent, {}).values())
+        return self._ends.behind(parent)
 
     def open(self, key: Key) -> "_Read":
         if key not in self._cards:
@@ -210,16 +210,14 @@ class Disk:
         """Of whole pages nobody reads the tokens: of hundreds of thousands they take more memory than all else."""
         self._clock.spend(len(card.tokens) * self._token)
         if len(card.tokens) < self._page_size:
-            remember_end(self._ends, card)
+            self._ends.add(card)
         else:
             card = card._replace(tokens=self._whole)
         self._cards[card.key] = card
 
     def drop(self, keys: Sequence[Key]) -> None:
         for card in [self._cards.pop(key) for key in keys if key in self._cards]:
-            ends = self._ends.get(card.parent, {})
-            if ends.pop(card.key, None) and not ends:
-                del self._ends[card.parent]
+            self._ends.drop(card.parent, card.key)
 
     def close(self) -> None: ...
 

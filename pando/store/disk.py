@@ -11,7 +11,7 @@ from .fileformat import file_size, header_for, tag
 from .folder import Finding, Folder
 from .index import Entry
 from .pagefile import PageFile
-from .tier import Card, Lost, NoRoom, Shape, remember_end
+from .tier import Card, Ends, Lost, NoRoom, Shape
 from .touches import every
 
 SPARE = 2**14  # bytes that a page takes beside its file, at most: folders, and rows of the index
@@ -55,7 +55,7 @@ class DiskTier:
         self._folder = Folder(directory, shared=shared, clock=clock)
         self._pages: dict[Key, _Known] = {}  # every page that is known to be there
         self.used = 0  # bytes of these
-        self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
+        self._ends = Ends()
         self._lock = threading.Lock()
         self._last, self._changes = 0, -1  # the newest row that was read, and the state of the index at that time
         self._shared_at = -1  # its state when the bound was last looked at
@@ -70,11 +70,11 @@ class DiskTier:
     def ends(self, parent: Key) -> Sequence[Card]:
         self._refresh()
         with self._lock:
-            return list(self._ends.get(parent, {}).values())
+            return self._ends.behind(parent)
 
     def open(self, key: Key) -> DiskReader:
         known = self._pages.get(key)
-        told = self._ends.get(known.parent, {}).get(key) if known is not None else None
+        told = self._ends.get(known.parent, key) if known is not None else None
         try:
             file = self._folder.open((self._tag, key))
         except Lost:
@@ -107,7 +107,7 @@ class DiskTier:
         with self._lock:
             self._learn(card.key, card.parent, header.size)
             if len(card.tokens) < self._shape.page_size:
-                remember_end(self._ends, card)
+                self._ends.add(card)
 
     def drop(self, keys: Sequence[Key]) -> None:
         self._forget(keys)
@@ -244,7 +244,7 @@ class DiskTier:
                 self._last = row.id
                 self._learn(row.key, row.parent, row.size)
                 if row.tokens < self._shape.page_size:
-                    remember_end(self._ends, row.card)
+                    self._ends.add(row.card)
             self._changes = changes
             return True
         return False
@@ -259,6 +259,4 @@ class DiskTier:
             for key in {key for key in keys if key in self._pages}:
                 parent, size = self._pages.pop(key)
                 self.used -= size
-                ends = self._ends.get(parent, {})
-                if ends.pop(key, None) and not ends:
-                    del self._ends[parent]
+                self._ends.drop(parent, key)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kv.segment import Key
-from .tier import Card, Lost, Shape, remember_end
+from .tier import Card, Ends, Lost, Shape
 
 SLAB = 256 * 2**20  # bytes that are taken at a time, when they are first needed
 
@@ -55,7 +55,7 @@ class HostTier:
         self._free = list(range(pages - 1, -1, -1))
         self._kept: dict[Key, _Kept] = {}
         self._begun: dict[Key, int] = {}  # the slots of pages that are being written
-        self._ends: dict[Key, dict[Key, Card]] = {}  # by parent
+        self._ends = Ends()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class HostTier:
 
     def ends(self, parent: Key) -> Sequence[Card]:
         with self._lock:
-            return list(self._ends.get(parent, {}).values())
+            return self._ends.behind(parent)
 
     def open(self, key: Key) -> HostReader:
         with self._lock:
@@ -117,9 +117,7 @@ class HostTier:
             for key in keys:
                 if (kept := self._kept.pop(key, None)) is None:
                     continue
-                ends = self._ends.get(kept.card.parent, {})
-                if ends.pop(key, None) and not ends:
-                    del self._ends[kept.card.parent]
+                self._ends.drop(kept.card.parent, key)
                 kept.dropped = True
                 if not kept.readers:
                     self._free.append(kept.slot)
@@ -163,7 +161,7 @@ class HostTier:
             slot = self._begun.pop(card.key)
             self._kept[card.key] = _Kept(card, slot, self._slot(slot))
             if len(card.tokens) < self._shape.page_size:
-                remember_end(self._ends, card)
+                self._ends.add(card)
 
     def abort(self, card: Card) -> None:
         with self._lock:

@@ -79,12 +79,30 @@ class Tags:
         return self._tags.get(tenant, tenant)
 
 
-def remember_end(ends: dict[Key, dict[Key, Card]], card: Card) -> None:
-    """By parent, the latest: whatever begins with one system prompt has a short end behind it, and each is compared with a prompt."""
-    mine = ends.setdefault(card.parent, {})
-    mine[card.key] = card
-    if len(mine) > ENDS:
-        del mine[next(iter(mine))]
+class Ends:
+    """Short ends by the page that they continue, the latest: whatever begins with one system prompt has one behind it, and each is compared
+    with a prompt."""
+
+    def __init__(self) -> None:
+        self._behind: dict[Key, dict[Key, Card]] = {}
+
+    def add(self, card: Card) -> None:
+        mine = self._behind.setdefault(card.parent, {})
+        mine[card.key] = card
+        if len(mine) > ENDS:
+            del mine[next(iter(mine))]
+
+    def drop(self, parent: Key, key: Key) -> None:
+        """If it is one of them."""
+        mine = self._behind.get(parent, {})
+        if mine.pop(key, None) and not mine:
+            del self._behind[parent]
+
+    def get(self, parent: Key, key: Key) -> Card | None:
+        return self._behind.get(parent, {}).get(key)
+
+    def behind(self, parent: Key) -> Sequence[Card]:
+        return list(self._behind.get(parent, {}).values())
 
 
 class Reader(Protocol):
