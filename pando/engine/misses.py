@@ -1,7 +1,6 @@
 """Why reuse ended where it did."""
 
-from collections import OrderedDict
-
+from ..kv.latest import Latest
 from ..kv.segment import Key
 from ..kv.tree import Match, PrefixTree
 from .request import Miss
@@ -13,7 +12,7 @@ TRACED = 2**16  # pages of which it is remembered which of an owner's tenants ha
 class Misses:
     def __init__(self, tree: PrefixTree, reuse: bool) -> None:
         self._tree, self._reuse = tree, reuse
-        self._traced: OrderedDict[Key, Key] = OrderedDict()  # of a dict the oldest is looked for behind all that are gone
+        self._traced = Latest[Key, Key](TRACED)
 
     def why(self, row: Row, match: Match, limit: int) -> Miss | None:
         """Why the rest of a prompt must be computed; None where it is new, and all that is known of it was found."""
@@ -36,5 +35,3 @@ class Misses:
     def remember(self, row: Row) -> None:
         for key in row.trace:
             self._traced.setdefault(key, row.lineage.owner)
-        while len(self._traced) > TRACED:
-            self._traced.popitem(last=False)

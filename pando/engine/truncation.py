@@ -17,6 +17,7 @@ from hashlib import sha256
 from typing import Any
 
 from ..errors import InvalidPrompt, PromptTooLong
+from ..kv.latest import Latest
 from ..kv.run import Origin, Run
 from ..kv.segment import Key, Lineage, extend_keys, page_key, shared_length
 from ..kv.stem import Stem
@@ -85,7 +86,7 @@ class Truncations:
     ) -> None:
         """`never`: why no states of this model are ever moved. `ready`: tokens of layouts that are kept as they are."""
         self._tree, self.below, self.window, self._clock, self._never = tree, below, window, clock, never
-        self._notes: OrderedDict[Key, bytes] = OrderedDict()  # by the last whole page
+        self._notes = Latest[Key, bytes](REMEMBERED)  # by the last whole page
         self._made: OrderedDict[bytes, Layout] = OrderedDict()  # by what is noted of them, which names all of their tokens
         self._room = ready  # tokens
 
@@ -196,8 +197,6 @@ class Truncations:
         key, rest = keys[whole - 1], history[whole * self._tree.page_size : layout.end]
         note = self._notes[key] = _noted(key, rest, layout.packed())
         self._notes.move_to_end(key)
-        if len(self._notes) > REMEMBERED:
-            self._notes.popitem(last=False)
         self._keep_made(note, layout)
         if self._kept is not None:
             self._kept.keep(key, home.owner, note)

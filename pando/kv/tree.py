@@ -14,12 +14,12 @@ of the same owner, or of the root's, which is everyone's.
 """
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
 
+from .latest import Latest
 from .segment import Key, Lineage, Segment, Tokens, page_key, shared_length
 from .stem import Stem
 
@@ -58,7 +58,7 @@ class PrefixTree:
         """Nothing is known, and nothing is freed: the pages go another way."""
         self._roots: dict[Key, Stem] = {}
         self._whole: dict[Key, Stem] = {}  # where each whole page is
-        self._evicted: OrderedDict[Key, None] = OrderedDict()  # in the order of their going
+        self._evicted = Latest[Key, None](REMEMBERED)  # in the order of their going
         self.pages = 0  # held by the tree
         self._held = 0  # those of them on the way to a pinned stem
         self._leaves: list[tuple[float, int, Stem]] = []  # a heap: every loose leaf, by a time of use that is not later than its last
@@ -328,8 +328,6 @@ class PrefixTree:
         gone = old.keys[keep:]
         self._forget_pages(gone)
         self._evicted.update(dict.fromkeys(gone))
-        while len(self._evicted) > REMEMBERED:
-            self._evicted.popitem(last=False)
         if keep:
             leaf.change(Segment(old.keys[:keep], Tokens(_said(leaf)[:keep]), old.pages[:keep], old.first))
         else:

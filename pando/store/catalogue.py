@@ -1,9 +1,10 @@
 """Where pages are to be found below the pool: by the ledger, and where that knows nothing, by the tiers themselves."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+from ..kv.latest import Latest
 from ..kv.segment import Key, page_key, shared_length, worth_having
 from .facts import Counts
 from .keeper import Found, Part, Sought, end_parent
@@ -17,7 +18,7 @@ class Catalogue:
     def __init__(self, ledger: Ledger, counts: Counts, page_size: int) -> None:
         self._ledger, self._counts, self._page_size = ledger, counts, page_size
         self._hidden: Counter[Key] = Counter()  # not to be found any more, and still to be removed from so many tiers
-        self._expired: OrderedDict[Key, None] = OrderedDict()
+        self._expired = Latest[Key, None](REMEMBERED)
 
     def shown(self, keys: Iterable[Key]) -> set[Key]:
         """But for those that are to be removed."""
@@ -100,8 +101,6 @@ class Catalogue:
     def expire(self, keys: Iterable[Key]) -> None:
         """Nobody used them for too long."""
         self._expired.update(dict.fromkeys(keys))
-        while len(self._expired) > REMEMBERED:
-            self._expired.popitem(last=False)
 
     def keep(self, keys: Iterable[Key]) -> None:
         """They are there again."""

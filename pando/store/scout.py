@@ -4,11 +4,11 @@ import logging
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from ..kv.latest import Latest
 from ..kv.segment import Key
 from .keeper import Sought, end_parent
 from .ledger import Ledger
@@ -23,7 +23,7 @@ LATEST = 30.0  # seconds for which an answer waits for whoever asked: a step may
 REMEMBERED = 2**14  # pages and short ends of which something was heard
 
 T = TypeVar("T")
-Heard = OrderedDict[Key, tuple[float, T | Lost]]  # of a dict the oldest is looked for behind all that are gone
+Heard = Latest[Key, tuple[float, T | Lost]]
 Question = tuple[Key, ...]
 
 
@@ -41,9 +41,9 @@ class Scout:
         self._answered = -AWAITED  # when the last answer came
         self.answers = 0
         # Answers: when, and of which pages and short ends.
-        self._unread: OrderedDict[Question, tuple[float, Sequence[Key], Sequence[Key]]] = OrderedDict()
-        self._pages: Heard[bool] = OrderedDict()
-        self._ends: Heard[Sequence[Card]] = OrderedDict()
+        self._unread = Latest[Question, tuple[float, Sequence[Key], Sequence[Key]]](REMEMBERED)
+        self._pages: Heard[bool] = Latest(REMEMBERED)
+        self._ends: Heard[Sequence[Card]] = Latest(REMEMBERED)
 
     # ---- asking ahead, in the engine's thread
 
@@ -113,11 +113,8 @@ class Scout:
                     self._hear(keys[count : count + 1], before, owners, lost[0])
                 elif count < len(keys):
                     self._pages[keys[count]] = now, False
-                _trim(self._pages)
-                _trim(self._ends)
                 self._answered, self.answers = now, self.answers + 1
                 self._unread[question] = now, keys[: count + 1], [end_parent(before, owner) for owner in owners]
-                _trim(self._unread)
                 self._asked.pop(question, None)
                 self._changed.notify_all()
 
@@ -170,8 +167,3 @@ def _known(heard: "Heard[T]", key: Key, now: float) -> T | Lost | None:
     """None: nobody asked, or too long ago."""
     when, what = heard.get(key, (-FRESH, None))
     return what if now < when + FRESH else None
-
-
-def _trim(heard: OrderedDict[Any, Any]) -> None:
-    while len(heard) > REMEMBERED:
-        heard.popitem(last=False)

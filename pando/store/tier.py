@@ -6,11 +6,11 @@ be used while layer 1 is on its way.
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from ..kv.latest import Latest
 from ..kv.segment import Key
 
 Reason = Literal["absent", "expired", "short", "corrupt", "foreign", "version", "unreadable", "late", "full"]
@@ -67,13 +67,11 @@ class Tags:
     """What tenants are called, by the roots of what they have: pages are kept under these names, by which they can be purged."""
 
     def __init__(self) -> None:
-        self._tags: OrderedDict[Key, bytes] = OrderedDict()  # of a dict the oldest is looked for behind all that are gone
+        self._tags = Latest[Key, bytes](NAMED)
 
     def name(self, tenant: Key, salt: bytes) -> None:
         self._tags[tenant] = tenant_tag(salt)
         self._tags.move_to_end(tenant)
-        while len(self._tags) > NAMED:
-            self._tags.popitem(last=False)
 
     def of(self, tenant: Key) -> bytes:
         return self._tags.get(tenant, tenant)

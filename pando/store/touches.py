@@ -6,11 +6,11 @@ told now and then, or a system prompt that everyone begins with would be the fir
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..kv.latest import Latest
 from ..kv.segment import Key
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Touches:
     def __init__(self, touches: Sequence[Touch], writer: "Worker", ttl: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._touches, self._writer, self._clock = tuple(touches), writer, clock
         self._every = every(ttl)
-        self._told: OrderedDict[Key, float] = OrderedDict()  # the last page of a chain: since when all of it may not have been told
+        self._told = Latest[Key, float](REMEMBERED)  # the last page of a chain: since when all of it may not have been told
 
     def use(self, keys: Sequence[Key]) -> None:
         for touch in self._touches:
@@ -47,7 +47,5 @@ class Touches:
         if now - since >= self._every:
             self.use([key for key in chain if key not in new])
             since = now
-        self._told.update({last: since, chain[-1]: since})
+        self._told[chain[-1]] = self._told[last] = since
         self._told.move_to_end(last)
-        while len(self._told) > REMEMBERED:
-            self._told.popitem(last=False)

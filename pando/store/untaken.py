@@ -4,9 +4,9 @@ Nobody offers them again, since they are kept: but what is saved behind them wou
 written when it takes another page of their chain.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from ..kv.latest import Latest
 from ..kv.segment import Key
 from .tier import Card, Lost
 
@@ -15,14 +15,12 @@ MOST = 4096
 
 class Untaken:
     def __init__(self) -> None:
-        self._cards: OrderedDict[tuple[str, Key], Card] = OrderedDict()
+        self._cards = Latest[tuple[str, Key], Card](MOST)
 
     def note(self, tier: str, card: Card, lost: Lost) -> None:
         """Where there was no room, there will be none for it either."""
         if lost.reason != "full":
             self._cards[tier, card.key] = card
-        if len(self._cards) > MOST:
-            self._cards.popitem(last=False)
 
     def again(self, tier: str, chain: Sequence[Key], taken: Key, has: Callable[[Key], bool]) -> list[Card]:
         """When the last page of a chain was taken, those of it, in its order, that were not and are still there; they are forgotten, until
