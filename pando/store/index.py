@@ -7,7 +7,7 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,12 +153,8 @@ class Index:
 
     def used(self, shape: str, keys: Sequence[Key], since: float, until: float) -> set[Key]:
         """Those of these that were used in this time, or are pinned."""
-        found = set[Key]()
-        for start in range(0, len(keys), ASKED):
-            some = keys[start : start + ASKED]
-            where = f"shape = ? AND (used BETWEEN ? AND ? OR pinned) AND key IN ({', '.join('?' for _ in some)})"
-            found.update(key for (key,) in self._read(f"SELECT key FROM pages WHERE {where}", (shape, since, until, *some)))
-        return found
+        where = "shape = ? AND (used BETWEEN ? AND ? OR pinned)"
+        return {key for (key,) in self._read_of(keys, f"SELECT key FROM pages WHERE {where}", (shape, since, until))}
 
     def changes(self) -> int:
         """A number that is another one after other processes have written."""
@@ -217,12 +213,7 @@ class Index:
 
     def notes(self, shape: str, keys: Sequence[Key], oldest: float) -> dict[Key, bytes]:
         """Under these keys, if they were written since then."""
-        found = dict[Key, bytes]()
-        for start in range(0, len(keys), ASKED):
-            some = keys[start : start + ASKED]
-            where = f"shape = ? AND used >= ? AND key IN ({', '.join('?' for _ in some)})"
-            found.update(self._read(f"SELECT key, CAST(note AS BLOB) FROM notes WHERE {where}", (shape, oldest, *some)))
-        return found
+        return dict(self._read_of(keys, "SELECT key, CAST(note AS BLOB) FROM notes WHERE shape = ? AND used >= ?", (shape, oldest)))
 
     def note(self, name: Name, tenant: bytes, note: bytes, now: float, oldest: float) -> None:
         """In place of what is there. Those that were written before `oldest` go, and all but the latest."""
@@ -237,6 +228,12 @@ class Index:
     def _read(self, sql: str, values: Sequence[object] = ()) -> list[Any]:
         with self._lock, closing(self._connection.execute(sql, values)) as cursor:
             return cursor.fetchall()
+
+    def _read_of(self, keys: Sequence[Key], sql: str, values: Sequence[object]) -> Iterator[Any]:
+        """What is so of some of these keys; a question has no room for all."""
+        for start in range(0, len(keys), ASKED):
+            some = keys[start : start + ASKED]
+            yield from self._read(f"{sql} AND key IN ({', '.join('?' for _ in some)})", (*values, *some))
 
     def _write(self, sql: str, rows: Iterable[tuple[object, ...]]) -> None:
         with self._lock, self._connection:
