@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
@@ -15,6 +16,22 @@ from .turns import Turn
 
 PAUSE = 0.02  # seconds for which nothing is asked of an engine that has nothing to do but to wait
 WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for, and than brought up
+
+
+class Passage(NamedTuple):
+    """A tenant's tokens at a place, which are looked for: in the tree, and below it behind what the tree has."""
+
+    lineage: Lineage
+    tenant: Key
+    keys: Sequence[Key]  # of its full pages
+    tokens: Sequence[int]
+    limit: int  # so many of them are wanted at most
+    first: int  # the position of the first
+
+    @classmethod
+    def of(cls, want: Want, tenant: Key) -> "Passage":
+        """All of a run."""
+        return cls(want.lineage, tenant, want.keys, want.run.tokens, len(want.run), want.origin.first)
 
 
 class Below:
@@ -61,7 +78,7 @@ class Below:
         """Begins to bring up what is kept of a row behind what the tree has, if it is enough more than that; answers how many tokens. The
         row has its pages already."""
         kept = self._kept.get((row.makes, row.settled)) if row.brings else None
-        found = kept or self.look(row.lineage, row.tenant, row.keys, row.tokens, row.settled, limit)
+        found = kept or self.look(_passage(row, limit), row.settled)
         row.ended = found.ended
         if found.tokens - more_than < max(1, min(WORTH_KEEPING, self.tree.page_size, limit - row.settled)):
             return 0
@@ -76,34 +93,31 @@ class Below:
             return False
         extend_keys(row.keys, row.lineage, row.tokens, self.tree.page_size)
         found = {each.want for each in row.imports}
-        asked = [self.asks_for(want, row.tenant, now) for want in row.wants if want not in found]
-        return any([*asked, self.asks(row.lineage, row.tenant, row.keys, row.tokens, len(row.tokens) - 1, row.at, now)])
+        asked = [self.asks(Passage.of(want, row.tenant), now) for want in row.wants if want not in found]
+        return any([*asked, self.asks(_passage(row, len(row.tokens) - 1), now)])
 
-    def asks_for(self, want: Want, tenant: Key, now: float) -> bool:
-        return self.asks(want.lineage, tenant, want.keys, want.run.tokens, len(want.run), want.origin.first, now)
-
-    def asks(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int, now: float) -> bool:
-        """Is it still being asked what a remote has of these tokens, of at most `limit`, that the tree does not have?"""
+    def asks(self, passage: Passage, now: float) -> bool:
+        """Is it still being asked what a remote has of a passage that the tree does not have?"""
         if self.store.scout is None:
             return False
-        settled = self._settled(lineage, keys, tokens, limit, first, now)
-        return settled < limit and self.store.scout.awaits(self._sought(lineage, tenant, keys, tokens, settled, limit))
+        settled = self._settled(passage, now)
+        return settled < passage.limit and self.store.scout.awaits(self._sought(passage, settled))
 
-    def _settled(self, lineage: Lineage, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int, now: float) -> int:
-        """How many of at most `limit` tokens the tree has."""
+    def _settled(self, passage: Passage, now: float) -> int:
+        """How many of its tokens the tree has."""
+        lineage, _, keys, tokens, limit, first = passage
         if not self.tree.knows(lineage.root):
             return 0
         match = self.tree.match(lineage, keys, tokens, limit, now, first=first)
         self.tree.forget_bare(match.stem)
         return match.stem.end - first
 
-    def look(
-        self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int, *, counts: bool = True
-    ) -> Found:
-        """What is kept of tokens behind those that the tree has, which are `settled`; of at most `limit`, if loading is worth its time."""
-        return self.store.look(self._sought(lineage, tenant, keys, tokens, settled, limit), counts=counts)
+    def look(self, passage: Passage, settled: int, *, counts: bool = True) -> Found:
+        """What is kept of a passage behind the tokens that the tree has, which are `settled`, if loading is worth its time."""
+        return self.store.look(self._sought(passage, settled), counts=counts)
 
-    def _sought(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], settled: int, limit: int) -> Sought:
+    def _sought(self, passage: Passage, settled: int) -> Sought:
+        lineage, tenant, keys, tokens, limit, _ = passage
         start, root = settled // self.tree.page_size, lineage.root
         before = keys[start - 1] if start else root
         owners = sorted({lineage.owner, root})
@@ -111,11 +125,10 @@ class Below:
 
     def keeps(self, want: Want, tenant: Key, now: float) -> tuple[bool, Ended | None]:
         """Is all of a run kept that the tree does not have, and worth loading? And why not, where that is known."""
-        tokens, first = want.run.tokens, want.origin.first
-        settled = self._settled(want.lineage, want.keys, tokens, len(tokens), first, now)
-        found = self.look(want.lineage, tenant, want.keys, tokens, settled, len(tokens))
-        self._kept[want, settled] = found
-        return settled + found.tokens == len(tokens) and bool(found.parts), found.ended
+        passage = Passage.of(want, tenant)
+        settled = self._settled(passage, now)
+        found = self._kept[want, settled] = self.look(passage, settled)
+        return settled + found.tokens == passage.limit and bool(found.parts), found.ended
 
     def end(self, row: Row) -> bool:
         """What came is the row's; what did not is computed. Answers whether it is known what came: a load that does not end keeps its
@@ -301,6 +314,10 @@ class Below:
 
     def close(self) -> None:
         self._unpin(self.store.close())
+
+
+def _passage(row: Row, limit: int) -> Passage:
+    return Passage(row.lineage, row.tenant, row.keys, row.tokens, limit, row.at)
 
 
 def _is_kept(row: Row) -> bool:

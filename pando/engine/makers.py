@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ..kv.run import Run
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
-from .below import Below
+from .below import Below, Passage
 from .imports import Import, Want, find, wants
 from .request import Miss, SamplingParams
 from .row import Row
@@ -203,7 +203,7 @@ class Makers:
             if found is not None:
                 self._tree.unpin(found.pinned)
             elif self.of(want.name) is None:
-                if below is not None and below.asks_for(want, tenant, now):
+                if below is not None and below.asks(Passage.of(want, tenant), now):
                     self._undecided[want.name] = tenant, want
                 else:
                     missing.append(self.begin(tenant, want, next(self._arrivals), below, now))

@@ -23,7 +23,7 @@ from ..kv.segment import Key, Lineage, extend_keys, page_key, shared_length
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
 from ..store.keeper import Noting
-from .below import WORTH_KEEPING, Below
+from .below import WORTH_KEEPING, Below, Passage
 from .imports import find, wants
 from .layout import Layout, Move
 from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
@@ -38,7 +38,6 @@ SCORED = "the logprobs of a prompt are those of all its tokens, so nothing of it
 SYSTEM = ("system", "developer")  # whose messages are no turns
 
 Message = Mapping[str, Any]
-Chain = tuple[Lineage, Key, Sequence[Key], Sequence[int], int, int]  # a tenant's keys and tokens, how many are wanted, their position
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,32 +158,32 @@ class Truncations:
         at, page, keys = layout.placed, self._tree.page_size, list[Key]()
         lineage = _behind(layout, home)
         extend_keys(keys, lineage, left[at:], page)
-        chain = lineage, home.owner, keys, left[at:], len(left) - at - 1, at
-        self._ask([chain])
-        held, diverges = self._held(*chain)
+        passage = Passage(lineage, home.owner, keys, left[at:], len(left) - at - 1, at)
+        self._ask([passage])
+        held, diverges = self._held(passage)
         lost = any(map(self._tree.was_evicted, keys[held // page :]))
         return held - (held % page if held % page < WORTH_KEEPING else 0), diverges, lost  # a shorter end is lost with the pool
 
     def _holds(self, runs: Sequence[Run], home: Lineage) -> bool:
         """Are all of them in the tree, or in a tier below it that is worth the loading?"""
-        wanted = wants(home.owner, runs, self._tree.page_size, plain=home)
-        chains = [(want.lineage, home.owner, want.keys, want.run.tokens, len(want.run), want.origin.first) for want in wanted]
-        self._ask(chains)
-        return all(self._held(*chain)[0] == chain[4] for chain in chains)
+        passages = [Passage.of(want, home.owner) for want in wants(home.owner, runs, self._tree.page_size, plain=home)]
+        self._ask(passages)
+        return all(self._held(passage)[0] == passage.limit for passage in passages)
 
-    def _ask(self, chains: Sequence[Chain]) -> None:
+    def _ask(self, passages: Sequence[Passage]) -> None:
         """What a remote has of all of these, at the same time."""
         below = self.below
-        if below is not None and [chain for chain in chains if below.asks(*chain, self._clock())]:
+        if below is not None and [passage for passage in passages if below.asks(passage, self._clock())]:
             raise Unanswered
 
-    def _held(self, lineage: Lineage, tenant: Key, keys: Sequence[Key], tokens: Sequence[int], limit: int, first: int) -> tuple[int, bool]:
-        """How many of these tokens there are states of; and whether what is known goes on differently from there."""
+    def _held(self, passage: Passage) -> tuple[int, bool]:
+        """How many of its tokens there are states of; and whether what is known goes on differently from there."""
+        lineage, _, keys, tokens, limit, first = passage
         match = self._tree.match(lineage, keys, tokens, limit, self._clock(), first=first)
         self._tree.forget_bare(match.stem)
         held, settled = match.length - first, match.stem.end - first
         below = self.below if held < limit else None
-        found = below.look(lineage, tenant, keys, tokens, settled, limit, counts=False) if below is not None else None  # rows look again
+        found = below.look(passage, settled, counts=False) if below is not None else None  # rows look again
         return (held, match.diverges and held < limit) if found is None or not found.parts else (max(held, settled + found.tokens), False)
 
     # ---- remembering
