@@ -31,7 +31,7 @@ class Admission:
         max_len: int,
         config: EngineConfig,
         alive: Callable[[], set[Key]],
-        seen: Callable[[Key, bytes], None] | None = None,
+        seen: Callable[[Key, bytes], None] | None,
     ) -> None:
         """`alive`: the owners that something is cached for. `seen` is told the root and the salt of each tenant."""
         self._seen = seen

@@ -166,13 +166,9 @@ class Below:
             row.cached = None  # it did not run with that, and is told how it is when it does
         return filled
 
-    def arrived(self, rows: list[Row], budget: int, *, alone: bool) -> list[Row]:
-        """Rows that can run, of those whose context is on its way: if it is there, or the rest of it should come in time. All, if they are
-        `alone`: nobody else would wait."""
-        return rows if alone else self._in_time(rows, budget)
-
-    def _in_time(self, rows: Sequence[Row], budget: int) -> list[Row]:
-        """Those that should hold up nobody, if they run together: the more there are, the longer a step takes, and the more comes in it."""
+    def in_time(self, rows: Sequence[Row], budget: int) -> list[Row]:
+        """Of rows whose context is on its way those that should hold up nobody, if they run together: it is there, or comes while the step
+        computes. The more there are, the longer a step takes, and the more comes in it."""
         coming = sorted(((self._left(row), place, row) for place, row in enumerate(rows)), key=lambda each: each[:2])
         tokens, count = 0, 0
         for number, (left, _, row) in enumerate(coming, 1):
@@ -189,7 +185,7 @@ class Below:
         does not, it is given up. Answers what the step waits for."""
         early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
         others = len(early) < len(turns)
-        going = self._in_time(list(early), budget) if others else early
+        going = self.in_time(list(early), budget) if others else early
         for row in [row for row in early if row not in going]:
             del turns[row]
             running.remove(row)

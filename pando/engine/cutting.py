@@ -27,7 +27,7 @@ class _Asked(NamedTuple):
 
 
 class Cutting:
-    def __init__(self, admission: Admission, truncations: Truncations, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, admission: Admission, truncations: Truncations, clock: Callable[[], float]) -> None:
         self._admission, self._truncations, self._clock = admission, truncations, clock
         self._undecided: list[_Asked] = []
         self._looked = 0, 0.0  # at so many answers, and when

@@ -51,7 +51,6 @@ class Engine:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model = model.with_states(config.kv_dtype)
         self.max_len = context_of(model.config, config)
-        facts = model.config
         self.pages = Pages(page_count(model, config, self.max_len), config.page_size)
         self.tree = PrefixTree(config.page_size)
         self.pool = pool_of(model, config, self.pages)
@@ -79,7 +78,7 @@ class Engine:
         captures = config.cuda_graphs and lower is not None and model.device.type == "cuda"
         self.graphs = on_cuda(model.decoder, self.pool, model.dtype) if captures else None
         self.repairer = Repairer(model.decoder, self.pool, lower)
-        self.sampler = Sampler(facts.vocab_size, model.device)
+        self.sampler = Sampler(model.config.vocab_size, model.device)
         self.pins = Pins(self.tree, int(PIN_SHARE * self.pages.count))
         self.answers: dict[Row, Answer] = {}
         self._begun: dict[Row, Answer] = {}  # that are not prepared yet
@@ -171,7 +170,7 @@ class Engine:
                 return
             before, self._flight = self._flight, None
         else:
-            schedule = self.scheduler.ahead(before.schedule) if before.schedule.plain else None
+            schedule = self.scheduler.ahead(before.schedule)
             self._flight = self._launch(schedule) if schedule is not None else None
         self._settle(before)
         if self._flight is not None and (logits := self._flight.logits) is not None:

@@ -26,9 +26,9 @@ class Want:
     lineage: Lineage  # from where on it is found
     keys: tuple[Key, ...]  # of its full pages
     context: Lineage  # from where on it is made
-    passing: bool = False  # needed to make another, and by nobody else: it is not kept
-    exact: bool = True  # it was encoded behind what stands before it here
-    is_new: bool = False  # text of the prompt: nobody could have expected it to be there
+    passing: bool  # needed to make another, and by nobody else: it is not kept
+    exact: bool  # it was encoded behind what stands before it here
+    is_new: bool  # text of the prompt: nobody could have expected it to be there
     is_end: bool = False  # nothing follows it: its last token is computed with the row, which must answer it, and not read
 
     def __len__(self) -> int:

@@ -33,9 +33,9 @@ class Pin:
     pages: frozenset[int]
     until: float | None  # on the scheduler's clock; None: until it is taken away
     stems: tuple[Stem, ...]
-    last: Key | None = None  # of the whole pages of what it is of, before any of that was dropped
-    automatic: bool = False  # it came with a request, and gives way to that of the next turn
-    turn: Turn | None = None  # where the conversation has a name
+    last: Key | None  # of the whole pages of what it is of, before any of that was dropped
+    automatic: bool  # it came with a request, and gives way to that of the next turn
+    turn: Turn | None  # where the conversation has a name
 
 
 class Pins:

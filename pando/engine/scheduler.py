@@ -169,7 +169,7 @@ class Scheduler:
         for row in [row for row in self.loading if row.brings and (row.load is None or row.load.done or row.load.late)]:
             self._take_in(row)
         coming = [row for row in self.loading if not row.brings]
-        arrived = coming if self.below is None else self.below.arrived(coming, self.budget, alone=not self.running)
+        arrived = self.below.in_time(coming, self.budget) if self.below is not None and self.running else coming  # alone, all wait
         if is_ahead and any(not load.done for row in arrived for load in row.loads):
             return True
         for row in arrived:

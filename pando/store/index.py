@@ -69,7 +69,6 @@ class Entry(NamedTuple):
 class Kind:
     """What the index says of a shape."""
 
-    tag: str
     model: bytes
     dtype: str
     codec: str
@@ -138,7 +137,7 @@ class Index:
         return [Entry(*row) for row in rows]
 
     def kinds(self) -> dict[str, Kind]:
-        return {row[0]: Kind(*row) for row in self._read("SELECT tag, model, dtype, codec, page_size FROM shapes")}
+        return {name: Kind(*facts) for name, *facts in self._read("SELECT tag, model, dtype, codec, page_size FROM shapes")}
 
     def names(self) -> set[Name]:
         return set(self._read("SELECT shape, key FROM pages"))

@@ -40,7 +40,7 @@ class Load:
         pages: Sequence[int],
         patience: float | None,
         gave_up: "Callable[[Load], None]",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """`pages`: of the pool, for each part. `patience`: seconds that it may take from when it is begun; None: nobody knows. `gave_up` is
         told if it takes longer."""
@@ -53,13 +53,9 @@ class Load:
         self._layers: list[torch.cuda.Event | None] = []
         self._there = 0  # of these, as far as was seen
         self._is_far = any(part.tier == "remote" for part in parts)
-        self._ended = self._unwanted = self._late = False
+        self.done = self.unwanted = self._late = False  # the second is for the thread that loads
         self._is_whole = False  # every layer came: there is nothing left to be late
         self._changed = threading.Condition()
-
-    @property
-    def done(self) -> bool:
-        return self._ended
 
     @property
     def good(self) -> Sequence[Part]:
@@ -69,7 +65,7 @@ class Load:
     @property
     def late(self) -> bool:
         """Is it given up, although it is not done? That is decided when it is asked."""
-        if not (self._late or self._ended or self._is_whole) and self._clock() > self._until:
+        if not (self._late or self.done or self._is_whole) and self._clock() > self._until:
             self._late, self.lost = True, self.lost or Lost("late", f"{len(self._layers)} layers came in time")
             self._gave_up(self)
         return self._late
@@ -93,7 +89,7 @@ class Load:
         """Until a layer of all pages is in the pool, or will be with the event; raises Lost where one of them will not come."""
         if self.lost is None and len(self._layers) > layer:
             return self._layers[layer]
-        self._wait_for(lambda: len(self._layers) > layer or self._ended or self.lost is not None)
+        self._wait_for(lambda: len(self._layers) > layer or self.done or self.lost is not None)
         if self.lost is not None:
             raise self.lost
         return self._layers[layer]
@@ -101,14 +97,14 @@ class Load:
     def begins_within(self, seconds: float) -> bool:
         """Waits until its first layer is there, or will be with an event; says whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._layers) or self._ended, seconds)
+            return self._changed.wait_for(lambda: bool(self._layers) or self.done, seconds)
 
     def ends_within(self, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._ended, seconds)
+            return self._changed.wait_for(lambda: self.done, seconds)
 
     def finish(self) -> bool:
-        return self._wait_for(lambda: self._ended)
+        return self._wait_for(lambda: self.done)
 
     def _wait_for(self, happens: Callable[[], bool]) -> bool:
         """Says whether it does before it is late."""
@@ -124,13 +120,9 @@ class Load:
             self._until = min(self._until, self._end)
 
     def abandon(self) -> None:
-        self._unwanted = True
+        self.unwanted = True
 
     # ---- for the thread that loads
-
-    @property
-    def unwanted(self) -> bool:
-        return self._unwanted
 
     def begin(self, patience: float) -> None:
         """It has so many seconds: the loads that are made together wait for one another."""
@@ -155,14 +147,14 @@ class Load:
 
     def end(self) -> None:
         with self._changed:
-            self._ended = True
+            self.done = True
             self._changed.notify_all()
 
 
 class Transfer:
     """Brings pages from the tiers to the pool, and back. Its methods run in worker threads."""
 
-    def __init__(self, shape: Shape, codec: Codec, mover: Mover, host: HostTier, below: Sequence[Tier], *, reserve: int = 0) -> None:
+    def __init__(self, shape: Shape, codec: Codec, mover: Mover, host: HostTier, below: Sequence[Tier], *, reserve: int) -> None:
         """`reserve`: pages of host memory that are for what is saved, and not for what is loaded."""
         self.shape, self.codec, self.mover, self.host = shape, codec, mover, host
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in (host, *below)}
