@@ -31,40 +31,46 @@ class Row:
     blocked: Sequence[int] = ()  # tokens it may not choose before min_tokens
     constraint: Constraint | None = None  # what it may become
     trace: Sequence[Key] = ()  # keys of the prompt's pages, and of what is left, as every tenant of its owner would have them
+    arrival: int = 0  # its number in the order in which rows came
+    arrived: float = 0.0  # when
+    # ---- its tokens, and where their states are
     output: list[int] = field(default_factory=list)
     tokens: "array[int]" = field(init=False)  # prompt, but for what is imported, and output
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as they were needed
-    arrival: int = 0
+    at: int = 0  # the position of its first token
     stem: Stem | None = None  # the deepest on its path; pinned
     pages: list[int] = field(default_factory=list)  # all of them, the tree's first
     settled: int = 0  # tokens whose pages are the tree's
     computed: int = 0  # tokens whose K and V are in the pool
-    cached: int | None = None  # prompt tokens that were there when it was first admitted
-    miss: Miss | None = None  # and why they were no more
-    arrived: float = 0.0
-    waited: float = 0.0  # seconds until then
-    scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
-    others: list[list[tuple[int, float, int]]] = field(default_factory=list)  # and of what could stand there: token, logprob, rank
-    at: int = 0  # the position of its first token
-    imported: int = 0  # tokens of the prompt that stand before them
+    is_suspect: bool = False  # what it computed is no number
+    # ---- what stands before its tokens
+    imported: int = 0  # so many tokens of the prompt
     wants: Sequence[Want] = ()  # where those are
     imports: tuple[Import, ...] = ()  # the same, found; pinned
     awaits: tuple[Key, bytes] | None = None  # the name of the last of it that was missing
     found: dict[Want, int] | None = None  # tokens of each that were there when it was first looked for
+    repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
+    # ---- a row that answers nothing
     makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
     brings: bool = False  # and it computes nothing: all of that is kept below the pool, and comes up
     comes: tuple[Segment, ...] = ()  # its pages that do: others may read them on their way
-    truncated: Truncated | None = None  # what is left out of it
+    # ---- what comes from below the pool
     load: Loading | None = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
     ended: Ended | None = None  # why the tiers below the pool had no more of it, where they know
+    is_shunned: bool = False  # what should have come did not: it is computed
+    rounded: bool = False  # some of what it reads went through a codec that rounds, or was computed behind such
+    # ---- what is told of it
     is_new: bool = True  # it was not admitted before: `cached` counts on what is on its way
-    is_shunned: bool = False  # they did not come: it is computed
-    is_suspect: bool = False  # what it computed is no number
+    cached: int | None = None  # prompt tokens that were there when it was first admitted
+    miss: Miss | None = None  # and why they were no more
+    waited: float = 0.0  # seconds until it was first admitted
     tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
     raised: int = 0  # of those, tokens that were encoded behind something else than what stands before them here
-    rounded: bool = False  # some of what it reads went through a codec that rounds, or was computed behind such
-    repair: float = 0.0  # what is wanted is copied into its own pages, and this share of it repaired
+    truncated: Truncated | None = None  # what is left out of it
+    scored: list[float] | None = None  # logprobs of the prompt, where they are wanted
+    others: list[list[tuple[int, float, int]]] = field(default_factory=list)  # and of what could stand there: token, logprob, rank
+    # ---- as the plan sees it
     _view: RowView | None = field(default=None, init=False, repr=False)
     _viewed: tuple[object, ...] = field(default=(), init=False, repr=False)  # what it shows
 

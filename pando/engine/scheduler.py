@@ -128,7 +128,7 @@ class Scheduler:
         if self.below is not None:
             self.below.retract()
 
-    def _made(self, before: Schedule | None) -> Schedule | None:
+    def _made(self, before: Schedule | None) -> Schedule | None:  # None: `before`, which still runs, has to be looked at first
         self._now = self.clock()
         self.clear_away()
         self.waiting.extend(self.makers.decided(self.below, self._now) if self.makers.asks else ())

@@ -144,10 +144,11 @@ class Plan:
 def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostModel = DEFAULT) -> Plan:
     if len(rows) < 2:
         return _flat(rows, page_size)
+    # An array [E] has a value for each entry, one [S] for each segment or tail, in the order in which entries first name them.
     entries, pages = _entries(rows, page_size)
-    linked = _linked(entries, page_size)
-    segment, origin, readers = _segments(entries.name)
-    continues = _continues(linked, segment, origin, readers)
+    linked = _linked(entries, page_size)  # [E]
+    segment, origin, readers = _segments(entries.name)  # [E], [S], [S]
+    continues = _continues(linked, segment, origin, readers)  # [S]
     heads, chain = np.flatnonzero(~continues), np.cumsum(~continues) - 1
     tokens, count = _sums(entries.tokens[origin], heads), readers[heads]  # of each chain
     pays = cost.pays(tokens, count, group) & (count > 1)

@@ -79,7 +79,7 @@ class PrefixTree:
         return root
 
     def _along(self, stem: Stem) -> Stem:
-        """What continues a stem hangs below its last page then, if that is here; answers where."""
+        """The page of a stem's name, if that is here, else the stem. What hung below the root of that name hangs below the page then."""
         root = self._roots.get(stem.segment.key)
         page = self._ending_with(stem.segment.key) if root is not None else None
         if root is None or page is None:

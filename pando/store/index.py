@@ -75,7 +75,7 @@ class Kind:
     page_size: int
 
 
-class Found(NamedTuple):
+class Listed(NamedTuple):
     """A page of one shape, as an earlier process or another one left it."""
 
     id: int
@@ -160,7 +160,7 @@ class Index:
         [(version,)] = self._read("PRAGMA data_version")
         return int(version)
 
-    def news(self, shape: str, last: int, before: int) -> tuple[int, list[Found]] | None:
+    def news(self, shape: str, last: int, before: int) -> tuple[int, list[Listed]] | None:
         """That number, and the pages behind the row `last`. None where it is `before`, and where somebody writes: who looks for pages does
         not wait for that."""
         if not self._lock.acquire(blocking=False):
@@ -170,7 +170,7 @@ class Index:
             if version == before:
                 return None
             sql = f"SELECT id, key, parent, tenant, tokens, size FROM pages WHERE shape = ? AND id > ? AND {_SOUND} ORDER BY id"
-            return version, [Found(*row) for row in self._connection.execute(sql, (shape, last)).fetchall()]
+            return version, [Listed(*row) for row in self._connection.execute(sql, (shape, last)).fetchall()]
         finally:
             self._lock.release()
 

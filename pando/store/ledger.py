@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from ..kv.segment import Key
 from .policy import Held, Policy, Queue
 
-Turn = tuple[Any, ...]  # a page's order and its key: flat, since a heap compares nothing more often
+Rank = tuple[Any, ...]  # a page's order and its key, the smallest leaves first: flat, since a heap compares nothing more often
 Refusal = Literal["too_large", "no_room"]  # for the tier; among what is pinned there or worth more
 
 
@@ -56,8 +56,8 @@ class Ledger:
         self._pins: dict[Key, int] = {}
         self._wants: dict[int, tuple[int, bool]] = {}  # of waiting jobs, by their place
         self._complete = -math.inf  # no job up to this place lacks anything, and those behind it are not looked at
-        self._heaps: dict[str, list[Turn]] = {}  # never later than the page's order; made when something must leave a tier
-        self._noted: dict[str, dict[Key, Turn]] = {}  # of each page the soonest that is in a heap; the others there count for nothing
+        self._heaps: dict[str, list[Rank]] = {}  # never later than the page's order; made when something must leave a tier
+        self._noted: dict[str, dict[Key, Rank]] = {}  # of each page the soonest that is in a heap; the others there count for nothing
         self._counts = dict.fromkeys(capacities, 0)  # pages
         self._spared: set[Key] = set()  # pinned pages whose turn to leave has come
 
@@ -276,7 +276,7 @@ class Ledger:
                 self._pages[key].begun = now
         return now
 
-    def _turn(self, page: Held) -> Turn:
+    def _rank(self, page: Held) -> Rank:
         needs = self.queue.needs.get(page.key)
         return *self.policy.order(page, needs[0] if needs else math.inf), page.key
 
@@ -290,41 +290,41 @@ class Ledger:
         heap = self._heaps.get(tier)
         if heap is None:
             return
-        turn, noted = self._turn(page), self._noted[tier]
+        rank, noted = self._rank(page), self._noted[tier]
         known = noted.get(page.key)
-        if known is not None and known <= turn:
+        if known is not None and known <= rank:
             return  # it is looked at by then: a job that comes and goes would leave one more of each of its pages
-        noted[page.key] = turn
-        heappush(heap, turn)
+        noted[page.key] = rank
+        heappush(heap, rank)
         if len(heap) > 2 * self._counts[tier] + 64:  # most of it is out of date
             named = (self._pages.get(key) for key in noted)
-            self._order(tier, [self._turn(page) for page in named if page is not None and tier in page.tiers])
+            self._order(tier, [self._rank(page) for page in named if page is not None and tier in page.tiers])
 
-    def _heap(self, tier: str) -> list[Turn]:
+    def _heap(self, tier: str) -> list[Rank]:
         if tier not in self._heaps:
-            self._order(tier, [self._turn(page) for page in self.held(tier)])
+            self._order(tier, [self._rank(page) for page in self.held(tier)])
         return self._heaps[tier]
 
-    def _order(self, tier: str, turns: list[Turn]) -> None:
-        heapify(turns)
-        self._heaps[tier], self._noted[tier] = turns, {turn[-1]: turn for turn in turns}
+    def _order(self, tier: str, ranks: list[Rank]) -> None:
+        heapify(ranks)
+        self._heaps[tier], self._noted[tier] = ranks, {rank[-1]: rank for rank in ranks}
 
     def _victim(self, tier: str) -> Held | None:
         """What `policy.victim` answers, taken from the heap. Pinned pages come back to it when they are unpinned."""
         heap, pages, pins, noted = self._heap(tier), self._pages, self._pins, self._noted[tier]
         while heap:
-            turn = heap[0]
-            page = pages.get(key := turn[-1])
-            if noted.get(key) is not turn:
+            rank = heap[0]
+            page = pages.get(key := rank[-1])
+            if noted.get(key) is not rank:
                 heappop(heap)
                 continue
             if page is not None and tier in page.tiers and key not in pins:
-                current = self._turn(page)
-                if turn < current:
+                current = self._rank(page)
+                if rank < current:
                     noted[key] = current
                     heapreplace(heap, current)
                     continue
-                if turn == current:
+                if rank == current:
                     del noted[key]
                     heappop(heap)
                     return page

@@ -3,8 +3,8 @@
 Everything here is called in the engine's thread and waits for nothing but, for a moment, a device's first copies: bytes move in threads of
 their own (`transfer`), which tier keeps what is decided by the `ledger`, and what was finished since then `pump` takes in, once a step.
 
-Saving never slows an answer. A page that is to be saved stays in the pool until it was copied, unless a row needs the room: then it is let
-go unsaved, and counted.
+Saving never slows an answer. A page that is to be saved is offered, leaves the pool for host memory, and is written to each tier below. It
+stays in the pool until it has left, unless a row needs the room before that has begun: then it is let go unsaved, and counted.
 """
 
 import logging
