@@ -26,8 +26,8 @@ def gone(kept) -> list[tuple[str, str, str | None]]:
     return [(move.key.decode(), move.source, move.target) for move in kept.moves]
 
 
-def two_tiers(host: int, disk: int, policy=None, ttl: float | None = None) -> Ledger:
-    return Ledger({"host": host, "disk": disk}, policy or LRU(), ttl)
+def two_tiers(host: int, disk: int, policy=None, ttl: float | None = None, *, moves_down: bool = True) -> Ledger:
+    return Ledger({"host": host, "disk": disk}, policy or LRU(), ttl, moves_down=moves_down)
 
 
 # ---- figure 9 of CachedAttention
@@ -312,11 +312,12 @@ def test_a_chain_does_not_displace_its_own_beginning() -> None:
     sizes=st.tuples(st.integers(3, 12), st.integers(3, 20)),  # room for any one page
     ttl=st.sampled_from([None, 7.0]),
     truncated=st.booleans(),
+    moves_down=st.booleans(),
     steps=st.lists(STEPS, max_size=60),
 )
-def test_whatever_happens_the_books_are_right(policy, sizes, ttl, truncated, steps) -> None:
+def test_whatever_happens_the_books_are_right(policy, sizes, ttl, truncated, moves_down, steps) -> None:
     """Truncated: jobs need the later pages of a chain alone, as of a conversation that has outgrown its window."""
-    ledger = two_tiers(*sizes, POLICIES[policy], ttl)
+    ledger = two_tiers(*sizes, POLICIES[policy], ttl, moves_down=moves_down)
     pinned: list[list[bytes]] = []
     places = itertools.count()
     for now, (what, tier, name) in enumerate(steps):
