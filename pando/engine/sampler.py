@@ -195,13 +195,9 @@ class Sampler:
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [slots, V]
         self._counts = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # [slots, V], of the output
 
-    def sample(self, logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:
-        """One token per row from logits, [N, V], which may be overwritten."""
-        return self.choose(logits, rows).read()[0]
-
     def choose(self, logits: Tensor, rows: Sequence[Choice], unread: Unread | None = None, known: Likeliest | None = None) -> Choices:
-        """The same without waiting for it. `unread`: rows whose last token nobody here knows yet; those before it were chosen freely.
-        `known`: what is likeliest by the logits alone, if somebody has looked."""
+        """One token per row from logits, [N, V], which may be overwritten, without waiting for it. `unread`: rows whose last token nobody
+        here knows yet; those before it were chosen freely. `known`: what is likeliest by the logits alone, if somebody has looked."""
         if not rows:
             nothing = torch.zeros(0, dtype=torch.int64)
             return Choices(nothing, Returning(nothing))

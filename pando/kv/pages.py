@@ -26,7 +26,9 @@ class Pages:
 
     def withhold(self, pages: Iterable[int]) -> None:
         """Nobody gets these until they are given."""
-        self._mark(pages)
+        for page in pages:
+            self._free[page] = self._open[page] = False
+            self.free -= 1
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -39,12 +41,12 @@ class Pages:
             while len(taken) < count and after + 1 < self.count and self._free[after + 1]:
                 after += 1
                 taken.append(after)
-            self._mark(taken)
+            self.withhold(taken)
         while len(taken) < count:
             for start, stop in self._holes(count - len(taken), expect):
                 run = range(start, min(stop, start + count - len(taken)))
                 taken.extend(run)
-                self._mark(run)
+                self.withhold(run)
                 self._open[run.stop : min(stop, run.stop + expect)] = False
         return taken
 
@@ -60,11 +62,6 @@ class Pages:
         while page < self.count and self._free[page] and not self._open[page]:
             self._open[page] = True
             page += 1
-
-    def _mark(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._free[page] = self._open[page] = False
-            self.free -= 1
 
     def _holes(self, count: int, expect: int) -> list[tuple[int, int]]:
         """The tightest free run with room to grow; else the largest one nobody claims; else the largest. Where that is not enough, also

@@ -29,8 +29,12 @@ class Row:
     constraint: Constraint | None = None
 
 
+def sample(sampler: Sampler, logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:
+    return sampler.choose(logits, rows).read()[0]
+
+
 def choose(logits: Tensor, rows: Sequence[Choice]) -> list[Chosen]:
-    return Sampler(logits.shape[1], torch.device("cpu")).sample(logits.clone(), rows)
+    return sample(Sampler(logits.shape[1], torch.device("cpu")), logits.clone(), rows)
 
 
 def tokens(logits: Tensor, rows: Sequence[Choice]) -> list[int]:
@@ -205,7 +209,7 @@ def test_counts_grow_step_by_step_as_if_counted_afresh() -> None:
             sampler.forget(rows.pop(0))
             rows.append(Row(params, prompt=[11]))  # takes the slot that was freed
         logits = torch.from_numpy(random.normal(0, 1, (len(rows), vocab)).astype(np.float32))
-        for row, x, chosen in zip(rows, logits, sampler.sample(logits.clone(), rows), strict=True):
+        for row, x, chosen in zip(rows, logits, sample(sampler, logits.clone(), rows), strict=True):
             check_against_twin(x, row, chosen.token)
             row.output.append(chosen.token)
 
@@ -213,8 +217,8 @@ def test_counts_grow_step_by_step_as_if_counted_afresh() -> None:
 def test_another_batch_of_the_same_size_is_judged_by_its_own_params() -> None:
     sampler = Sampler(3, torch.device("cpu"))
     logits = torch.tensor([[3.0, 2.9, 0.0]])
-    assert sampler.sample(logits.clone(), [Row()])[0].token == 0
-    assert sampler.sample(logits.clone(), [Row(replace(GREEDY, logit_bias={2: 10.0}))])[0].token == 2
+    assert sample(sampler, logits.clone(), [Row()])[0].token == 0
+    assert sample(sampler, logits.clone(), [Row(replace(GREEDY, logit_bias={2: 10.0}))])[0].token == 2
 
 
 def test_frequency_penalty_ends_a_loop() -> None:
@@ -316,7 +320,7 @@ def test_what_is_known_to_be_likeliest_is_taken_where_nothing_else_is_asked() ->
     assert sampler.choose(logits, [Row()], known=known).read()[0][0].token == 2
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=0, logit_bias={3: 50.0})):
         drawn = sampler.choose(logits.clone(), [Row(params, seed=1)], known=known).read()[0][0].token
-        assert drawn == sampler.sample(logits.clone(), [Row(params, seed=1)])[0].token
+        assert drawn == sample(sampler, logits.clone(), [Row(params, seed=1)])[0].token
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
@@ -355,5 +359,5 @@ def test_what_rows_may_become_is_sent_at_once_and_each_takes_the_likeliest_of_it
         return sent(numbers, device)
 
     monkeypatch.setattr("pando.engine.sampler.sent", counted)
-    assert [chosen.token for chosen in sampler.sample(logits, rows)] == [39, 299, 255, 63]
+    assert [chosen.token for chosen in sample(sampler, logits, rows)] == [39, 299, 255, 63]
     assert shapes == [(3, 38)], "a bit for each token, of all rows together"
