@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
-from ..store.keeper import Departing, Ended, Found, Keeper, Loading, Offer, Sought, end_card, end_parent
+from ..store.keeper import Ended, Found, Offer, Sought, end_card, end_parent
 from ..store.tier import Card
 from .imports import Want, wants
 from .rounded import Rounded
 from .row import Row, Schedule
 from .turns import Turn
+
+if TYPE_CHECKING:
+    from ..store.departures import Departure
+    from ..store.store import Store
+    from ..store.transfer import Load
 
 PAUSE = 0.02  # seconds for which nothing is asked of an engine that has nothing to do but to wait
 WORTH_KEEPING = 16  # tokens of a short end: fewer are sooner computed than looked for, and than brought up
@@ -35,12 +40,12 @@ class Passage(NamedTuple):
 
 
 class Below:
-    def __init__(self, store: Keeper, tree: PrefixTree) -> None:
+    def __init__(self, store: "Store", tree: PrefixTree) -> None:
         self.store = store
         self.tree = tree
         self.rounded = Rounded(tree.page_size, rounds=store.rounds)
-        self.limbo: list[tuple[Loading, list[int]]] = []  # pages that are filled for nobody
-        self._departure: Departing | None = None  # of the last step that was made
+        self.limbo: list[tuple[Load, list[int]]] = []  # pages that are filled for nobody
+        self._departure: Departure | None = None  # of the last step that was made
         self._coming: dict[Row, None] = {}  # rows that wait, and whose pages the store has not been told of
         self._kept: dict[tuple[Want | None, int], Found] = {}  # of runs, behind so many tokens; until the store makes room for anything
 
@@ -180,7 +185,7 @@ class Below:
         """Seconds until all that it reads is there."""
         return max((self.store.left(load) for load in row.loads if not load.done), default=0.0)
 
-    def hold_up_nobody(self, turns: dict[Row, Turn], running: list[Row], loading: list[Row], budget: int) -> list[Loading]:
+    def hold_up_nobody(self, turns: dict[Row, Turn], running: list[Row], loading: list[Row], budget: int) -> "list[Load]":
         """Rows whose context is on its way wait for it beside the step, if there are others in it, unless it should come in time; if that
         does not, it is given up. Answers what the step waits for."""
         early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
@@ -195,7 +200,7 @@ class Below:
             load.hurry(self.store.speeds.grace(self.store.left(load)))
         return found
 
-    def wait(self, wanted: Sequence[Loading]) -> None:
+    def wait(self, wanted: "Sequence[Load]") -> None:
         """Until the first of what is wanted has come up. If there is nothing: for pages that are filled for nobody, and not for long, since
         nobody knows how long that takes."""
         for load in wanted[:1]:

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from ..kv.pages import Pages
 from ..kv.run import Origin, Run, in_place
 from ..kv.segment import Key, Lineage, Segment
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
-from ..store.keeper import Loading
+
+if TYPE_CHECKING:
+    from ..store.transfer import Load
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +65,7 @@ class Import:
     end: Stem | None  # the page that holds the rest of it
     rest: int
     coming: tuple[Segment, ...] = ()  # or its pages behind the stem: another row brings them up, and has them until the tree does
-    load: Loading | None = None  # by which they come
+    load: "Load | None" = None  # by which they come
     counts: bool = False  # as found by the row that reads them, which is not told yet from which tiers they come
 
     @property

@@ -4,14 +4,18 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..kv.plan import Numbers, RowView
 from ..kv.segment import Key, Lineage, Placement, Segment, compact
 from ..kv.stem import Stem
-from ..store.keeper import Departing, Ended, Loading
+from ..store.keeper import Ended
 from .imports import Import, Want
 from .request import Constraint, Miss, SamplingParams, Truncated
+
+if TYPE_CHECKING:
+    from ..store.departures import Departure
+    from ..store.transfer import Load
 
 EARLY = 5  # a repair computes one in so many layers, the first ones, for every token
 
@@ -55,7 +59,7 @@ class Row:
     brings: bool = False  # and it computes nothing: all of that is kept below the pool, and comes up
     comes: tuple[Segment, ...] = ()  # its pages that do: others may read them on their way
     # ---- what comes from below the pool
-    load: Loading | None = None  # pages of it that are on their way into the pool
+    load: "Load | None" = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
     ended: Ended | None = None  # why the tiers below the pool had no more of it, where they know
     is_shunned: bool = False  # what should have come did not: it is computed
@@ -82,7 +86,7 @@ class Row:
         return len(self.tokens) - self.computed
 
     @property
-    def loads(self) -> list[Loading]:
+    def loads(self) -> "list[Load]":
         """What it reads that is still on its way."""
         borrowed = [found.load for found in self.imports if found.load is not None]
         return borrowed if self.load is None else [self.load, *borrowed]
@@ -171,13 +175,13 @@ class Schedule(NamedTuple):
     ready: list[Row]  # those that have caught up then, and get their next token
     copies: Sequence[Copy] = ()  # before anything is computed, in this order
     changed: bool = True  # rows or pages differ from the step before, or rows compute more than their next token
-    loads: Sequence[Loading] = ()  # what rows read that is still on its way
+    loads: "Sequence[Load]" = ()  # what rows read that is still on its way
     repairs: Sequence[Row] = ()  # rows whose first tokens are repaired before the others are computed
     scored: bool = False  # does a row get logprobs of its prompt?
     plain: bool = False  # it has nothing of the last three, and nobody waits for what a row of it makes
     follows: bool = False  # the rows of the step before, and each computes its next token, as it did then
 
-    departure: Departing | None = None  # pages that it fills, and that are saved while it computes
+    departure: "Departure | None" = None  # pages that it fills, and that are saved while it computes
 
     def again(self, changed: bool) -> "Schedule":
         return self._replace(starts=self.starts + 1, copies=(), changed=changed, follows=True)

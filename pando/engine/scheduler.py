@@ -13,11 +13,11 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ..kv.pages import Pages
 from ..kv.segment import Key
 from ..kv.tree import PrefixTree
-from ..store.keeper import Keeper
 from .below import Below
 from .holding import Holding
 from .imports import Want
@@ -25,6 +25,9 @@ from .makers import Makers
 from .misses import Misses
 from .row import Copy, Row, Schedule
 from .turns import Turn, Turns, flying
+
+if TYPE_CHECKING:
+    from ..store.store import Store
 
 LEAST = 32  # tokens of a step: prompts of fewer at a time would take for ever
 
@@ -39,7 +42,7 @@ class Scheduler:
         budget: int,
         reuse: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        store: Keeper | None = None,
+        store: "Store | None" = None,
     ) -> None:
         self.pages, self.tree = pages, tree
         self.max_rows, self.budget, self.reuse, self.clock = max_rows, budget, reuse, clock
@@ -138,9 +141,7 @@ class Scheduler:
         if self._take_arrived(is_ahead=before is not None):
             return None
         flown = {} if before is None else flying(before)
-        places = [(row, row.computed, len(row.tokens)) for row in self.running]
-        if flown:
-            places = [(row, *flown.get(row, (start, length))) for row, start, length in places]
+        places = [(row, *flown.get(row, (row.computed, len(row.tokens)))) for row in self.running]
         turns, copies = dict[Row, Turn](), list[Copy]()
         budget, pressed, size = self.budget, False, self.pages.page_size
         for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
@@ -271,8 +272,7 @@ class Scheduler:
         if self.below is not None:
             is_more_room, returned = self.below.pump(), self.below.returned()
             self.pages.give(returned)
-            if is_more_room or returned:
-                self._stuck_at = None
+            self._stuck_at = None if is_more_room or returned else self._stuck_at
 
     def _admit(self, budget: int, turns: dict[Row, Turn], copies: list[Copy]) -> None:
         skipped, idle = list[Row](), 0  # of them, those with nobody to come forward: makers may wait for one another, many behind one row
@@ -296,7 +296,10 @@ class Scheduler:
             if row.repair_cost > budget and any(new > 1 for _, _, new, _ in turns.values()):
                 self.waiting.appendleft(row)  # a repair is not done in parts: it has a step to itself, but for rows that decode
                 break
-            if not self._place(row, copies) and not (self._is_given_way(row, skipped) and self._place(row, copies)):
+            is_placed = self._place(row, copies)
+            if not is_placed and not self.running and self._holding.give_way(row, (*skipped, *self.waiting)):
+                is_placed = self._place(row, copies)
+            if not is_placed:
                 self.waiting.appendleft(row)
                 self._stuck_at = None if skipped else self._holding.to_be_had  # those before it may need less room
                 self.starved = not (self.running or self.loading)
@@ -335,9 +338,6 @@ class Scheduler:
     def stop_making(self) -> None:
         for row in self.makers.stop():  # whoever still needs something of it asks again
             self.remove(row)
-
-    def _is_given_way(self, row: Row, skipped: Sequence[Row]) -> bool:
-        return not self.running and self._holding.give_way(row, [other for other in (*skipped, *self.waiting) if other is not row])
 
     def _place(self, row: Row, copies: list[Copy]) -> bool:
         """Gives a row its place and its room; says whether there was any. It runs now, or when its context has come."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidPrompt, PromptTooLong
 from ..kv.latest import Latest
@@ -22,11 +22,13 @@ from ..kv.run import Origin, Run
 from ..kv.segment import Key, Lineage, extend_keys, page_key, shared_length
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
-from ..store.keeper import Noting
 from .below import WORTH_KEEPING, Below, Passage
 from .imports import find, wants
 from .layout import Layout, Move
 from .request import Miss, RecomputeReason, Request, Span, Truncated, Truncation
+
+if TYPE_CHECKING:
+    from ..store.notes import Notes
 
 FIRST = 4  # tokens that always stay: attention rests on them, whatever they are
 ANSWER = 4  # an answer may count on the tokens that it asks for, but on no more than one in so many of the window
@@ -238,7 +240,7 @@ class Truncations:
         return [match.stem, *ends, *there], length
 
     @property
-    def _kept(self) -> Noting | None:
+    def _kept(self) -> "Notes | None":
         """What outlives the process."""
         return self.below.store.notes if self.below is not None else None
 

@@ -1,12 +1,15 @@
 """From the turns of rows to the schedule of a step. Where all of them go on by a token, it is the last one moved on."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..store.keeper import Loading
 from .row import Copy, Row, Schedule
+
+if TYPE_CHECKING:
+    from ..store.transfer import Load
 
 Turn = tuple[Row, int, int, int]  # a row in a step: how many of its tokens it has computed, how many it computes, how many there are
 
@@ -27,7 +30,7 @@ class Turns:
         """A row of the last schedule may not go on."""
         self._steady = False
 
-    def make(self, turns: Sequence[Turn], copies: Sequence[Copy], loads: Sequence[Loading]) -> Schedule:
+    def make(self, turns: Sequence[Turn], copies: Sequence[Copy], loads: "Sequence[Load]") -> Schedule:
         """`loads`: what rows of it read that is still on its way."""
         last, rows, counts = self._last, [row for row, _, _, _ in turns], [new for _, _, new, _ in turns]
         ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]

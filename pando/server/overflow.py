@@ -6,10 +6,12 @@ What sessions say is remembered here, of the latest, and where there is a disk, 
 from collections import OrderedDict
 from hashlib import sha256
 from threading import Lock
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..store.keeper import Noting
 from ..store.tier import tenant_tag
+
+if TYPE_CHECKING:
+    from ..store.notes import Notes
 
 Choice = Literal["auto", "disabled"]
 
@@ -20,7 +22,7 @@ FORM = b"session 1"  # of what is noted
 class Overflow:
     """Every method may be called from any thread."""
 
-    def __init__(self, default: Choice, notes: Noting | None = None) -> None:
+    def __init__(self, default: Choice, notes: "Notes | None" = None) -> None:
         self._default, self._notes = default, notes
         self._sessions: OrderedDict[tuple[bytes, str], Choice] = OrderedDict()
         self._lock = Lock()

@@ -30,7 +30,7 @@ class Departure:
     """Pages that leave together. Nobody finds one before it is kept, and what is dropped was never there."""
 
     def __init__(self, host: HostTier, mover: Mover, saver: Worker, pages: Sequence[tuple[Card, int]]) -> None:
-        """Of two with the same key the first counts."""
+        """`pages`: where they are in the pool. Of two with the same key the first counts."""
         self.pages = {card.key: page for card, page in reversed(pages)}
         self._host, self._mover, self._saver = host, mover, saver
         self._ready: tuple[int, torch.cuda.Event | None] = 0, None

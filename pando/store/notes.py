@@ -15,9 +15,11 @@ class Notes:
         self._disk, self._writer, self._tags, self._ttl, self._clock = disk, writer, tags, ttl, clock
 
     def find(self, keys: Sequence[Key]) -> Mapping[Key, bytes]:
+        """What there is under some of these keys. It may be anything: whoever wrote it can tell."""
         return self._disk.notes(keys, self._oldest)
 
     def keep(self, key: Key, tenant: Key, note: bytes) -> None:
+        """`tenant`: the root of what it has, or its tag."""
         self._writer.post(partial(self._disk.note, key, self._tags.of(tenant), note, self._oldest))
 
     @property

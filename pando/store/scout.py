@@ -39,7 +39,7 @@ class Scout:
         self._changed = threading.Condition()
         self._asked: dict[Question, float] = {}  # questions without an answer, and when they were asked
         self._answered = -AWAITED  # when the last answer came
-        self.answers = 0
+        self.answers = 0  # that have come until now
         # Answers: when, and of which pages and short ends.
         self._unread = Latest[Question, tuple[float, Sequence[Key], Sequence[Key]]](REMEMBERED)
         self._pages: Heard[bool] = Latest(REMEMBERED)

@@ -1,7 +1,8 @@
 """The tiers below the pool as one cache: what they have of a prompt, what is brought up, what is kept.
 
-Everything here is called in the engine's thread and waits for nothing but, for a moment, a device's first copies: bytes move in threads of
-their own (`transfer`), which tier keeps what is decided by the `ledger`, and what was finished since then `pump` takes in, once a step.
+Everything here is called in the engine's thread. Nothing waits but `settle`, `forget_pool` and `close`; `look`, for a remote of which the
+`scout` did not ask before; and `go`, for a moment. Bytes move in threads of their own (`transfer`), which tier keeps what is decided by the
+`ledger`, and what was finished since then `pump` takes in, once a step.
 
 Saving never slows an answer. A page that is to be saved is offered, leaves the pool for host memory, and is written to each tier below. It
 stays in the pool until it has left, unless a row needs the room before that has begun: then it is let go unsaved, and counted.
@@ -21,7 +22,7 @@ from .catalogue import Catalogue
 from .departures import Departure, Departures
 from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
-from .keeper import Departing, Found, Loading, Offer, Sought
+from .keeper import Found, Offer, Sought
 from .ledger import Ledger, Move, Page
 from .notes import Notes
 from .scout import Scout
@@ -112,8 +113,7 @@ class Store:
     def go(self, *, needed: bool = False) -> None:
         """The loads of one step begin together, after its copies: rows that run together need the first layer of all of them first, and a
         page that is loaded to may be one that was just copied from. `needed`: by the step itself."""
-        loads, self._loads = self._loads, []
-        computed = self.transfer.mover.mark() if loads else None
+        loads, self._loads, computed = self._loads, [], self.transfer.mover.mark() if self._loads else None
 
         def work() -> None:
             self.transfer.load([load for load, _ in loads], computed, lambda moved: self._done.put(partial(self._loaded, loads, moved)))
@@ -123,7 +123,7 @@ class Store:
         if computed is not None:
             loads[0][0].begins_within(FULL_START if needed else HEAD_START)
 
-    def left(self, load: Loading) -> float:
+    def left(self, load: Load) -> float:
         return load.left(self.transfer.shape.layers)
 
     def _loaded(self, loads: Sequence[tuple[Load, Sequence[Key]]], moved: Mapping[str, Moved]) -> None:
@@ -184,7 +184,7 @@ class Store:
         others dismissed."""
         return self._departures.begin([each for each in pages if each[0].key not in self._departures])
 
-    def dismiss(self, departure: Departing) -> None:
+    def dismiss(self, departure: Departure) -> None:
         """What was not offered of it is not kept."""
         self._departures.drop(departure.pages.keys() - self._queued)
 

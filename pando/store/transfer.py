@@ -45,7 +45,7 @@ class Load:
         """`pages`: of the pool, for each part. `patience`: seconds that it may take from when it is begun; None: nobody knows. `gave_up` is
         told if it takes longer."""
         self.parts, self.pages = parts, pages
-        self.lost: Lost | None = None
+        self.lost: Lost | None = None  # why some will not come
         self.patience, self._gave_up, self._clock = LATE if patience is None else patience, gave_up, clock
         self._began: float | None = None
         self._end, self._until = math.inf, clock() + LATE  # when it must be done, and when the next thing must have happened
@@ -100,10 +100,12 @@ class Load:
             return self._changed.wait_for(lambda: bool(self._layers) or self.done, seconds)
 
     def ends_within(self, seconds: float) -> bool:
+        """Waits until it is done, for so long at most; says whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self.done, seconds)
 
     def finish(self) -> bool:
+        """Waits until it is done, or until it is late; says which."""
         return self._wait_for(lambda: self.done)
 
     def _wait_for(self, happens: Callable[[], bool]) -> bool:
@@ -120,6 +122,7 @@ class Load:
             self._until = min(self._until, self._end)
 
     def abandon(self) -> None:
+        """Breaks it off. Its pages may be used for something else when it is done."""
         self.unwanted = True
 
     # ---- for the thread that loads
