@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ..errors import InvalidPrompt
@@ -27,8 +27,7 @@ class Function:
     parameters: Mapping[str, Any]  # a JSON schema of an object
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What became clear of an answer: text to pass on, and whole calls."""
 
     text: str = ""

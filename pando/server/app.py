@@ -17,7 +17,8 @@ from starlette.responses import Response
 from .. import __version__
 from ..engine.request import Tenant
 from ..errors import InputError, MarkupError, PandoError, PromptTooLong, QuotaExceeded, SchemaExists
-from .answers import Account, ChatAnswers, TextAnswers
+from .account import Account
+from .answers import ChatAnswers, TextAnswers
 from .bodies import PatientRoute
 from .exchange import Exchange, gone, unless_gone
 from .failures import FailureBody, Stopped, failure, from_validation, in_markup
@@ -27,8 +28,9 @@ from .prompts import Asked, Prompt
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
 from .schema_routes import SchemaRoutes
 from .schemas import NotYours, TooManySchemas, UnknownSchema
-from .service import Busy, Lost, NotReady, Service, TimedOut
+from .service import Busy, NotReady, Service
 from .tenants import Tenants
+from .ticket import Lost, TimedOut
 from .tracing import Operation, Tracing
 from .views import (
     CacheView,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -13,22 +13,36 @@ from ..engine.engine import Engine
 from ..engine.pins import Pin
 from ..engine.request import Tenant
 from ..errors import PandoError
-from .answers import Account, ChatAnswers, TextAnswers
+from .account import Account
+from .answers import ChatAnswers, TextAnswers
 from .failures import failure
 from .journal import Journal
 from .replies import DONE, Envelope, encode, event
-from .service import Service, Ticket
+from .service import Service
+from .ticket import Ticket
 from .tracing import RequestSpan
 
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+
+AT_ONCE = 64  # tokens of an answer that nobody sees before its end: few enough to hold up no other request
 
 
 class EventStream(StreamingResponse):
     """A stream that is closed for certain, even if the client left before its first byte."""
 
-    def __init__(self, content: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._close = close
+    def __init__(self, tell: Callable[[Write], Awaitable[None]], close: Callable[[], None]) -> None:
+        """`tell` writes all of it."""
+        super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._tell, self._close = tell, close
+
+    async def stream_response(self, send: Send) -> None:
+        async def write(body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._tell(write)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -67,11 +81,12 @@ class Exchange:
             reply = await unless_gone(request, self._read())
             return gone() if reply is None else Response(reply, media_type="application/json")
         finally:
+            self._answers.take(self._ticket.rest())
             self._close()
 
     async def _read(self) -> bytes:
         try:
-            async for batch in self._ticket.batches():
+            async for batch in self._ticket.batches(AT_ONCE):
                 self._first_token()
                 self._answers.take(batch)
             await self._settle()
@@ -83,30 +98,31 @@ class Exchange:
         return await self._service.beside(lambda: encode(self._answers.whole()))  # it may be long
 
     def stream(self) -> EventStream:
-        return EventStream(self._events(), self._close)
+        return EventStream(self._tell, self._close)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _tell(self, write: Write) -> None:
         answers, envelope = self._answers, self._envelope
         try:
             async for batch in self._ticket.batches():
                 self._first_token()
                 last = not self._ticket.open_answers
-                pieces = answers.take(batch)
+                pieces = answers.events(batch)
                 if last:
                     await self._settle()
                     if pieces and not envelope.tells_usage:
+                        assert not isinstance(pieces[-1], bytes)  # it says how the answer ended
                         pieces[-1]["pando"] = self._account.report()
-                yield b"".join(map(event, pieces))
+                await write(b"".join(map(event, pieces)))
             if envelope.tells_usage:
                 told = self._account.usage(), self._account.report()
-                yield event(envelope.chat_chunk([], *told) if isinstance(answers, ChatAnswers) else envelope.text([], *told))
+                await write(event(envelope.chat_chunk([], *told) if isinstance(answers, ChatAnswers) else envelope.text([], *told)))
             self._close()  # who has read the end finds the request counted, and its place free
-            yield DONE
+            await write(DONE)
         except PandoError as error:  # it is too late for a status
             self._error = error
             self._close()
             outcome = self._ticket.outcome
-            yield event(failure(503, str(error), code=outcome if outcome in ("timeout", "stopped") else "failed"))
+            await write(event(failure(503, str(error), code=outcome if outcome in ("timeout", "stopped") else "failed")))
 
     def _first_token(self) -> None:
         if not self._account.tokens:

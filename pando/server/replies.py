@@ -5,7 +5,7 @@ null where it has no value; `NotRequired` marks those that are left out instead.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NotRequired
 
@@ -23,6 +23,7 @@ How = Literal["exact", "rounded", "modular", "truncated"]
 ReuseKind = Literal["exact", "rounded", "modular", "truncated", "none"]
 
 DONE = b"data: [DONE]\n\n"
+MARK = "the text"  # nothing that an event has behind its text contains it
 
 
 # ---- usage and reuse
@@ -333,5 +334,16 @@ def encode(reply: object) -> bytes:
 
 
 def event(reply: object) -> bytes:
-    """As one server-sent event."""
-    return b"data: " + to_json(reply) + b"\n\n"
+    """As one server-sent event, if it is not written as one already."""
+    return reply if isinstance(reply, bytes) else b"data: " + to_json(reply) + b"\n\n"
+
+
+class Around:
+    """What stands around the text in most events of an answer, written once."""
+
+    def __init__(self, make: Callable[[str], object]) -> None:
+        """`make`: such an event with this text."""
+        self._before, _, self._after = event(make(MARK)).rpartition(to_json(MARK))
+
+    def event(self, text: str) -> bytes:
+        return self._before + to_json(text) + self._after

@@ -21,8 +21,9 @@ from .exchange import gone, unless_gone
 from .limits import MAX_MODULES, Name, Real
 from .replies import encode
 from .schemas import UnknownSchema
-from .service import Service, TimedOut
+from .service import Service
 from .tenants import Tenants
+from .ticket import TimedOut
 from .views import DeletedSchema, ModuleView, SchemaCard, SchemaList, SchemaView
 
 GLANCE = 64  # modules that are looked up between two steps of the engine

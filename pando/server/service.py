@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -29,11 +29,12 @@ from ..model.load import Model
 from ..model.tokenizer import Tokenizer
 from .failures import Stopped
 from .history import History
-from .metrics import Metrics, Outcome
+from .metrics import Metrics
 from .overflow import Overflow
 from .prompts import Asked, Prompt, Prompts
 from .schemas import Holdings
 from .tenants import Public
+from .ticket import Lost, Ticket
 
 log = logging.getLogger(__name__)
 State = Literal["loading", "ready", "draining", "failed"]
@@ -41,7 +42,6 @@ T = TypeVar("T")
 
 WORKERS = 4  # threads that tokenise, render and compile grammars
 MAX_RETRY_AFTER = 60
-UNTOLD = "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use another dtype"
 
 
 class Busy(PandoError):
@@ -54,63 +54,6 @@ class Busy(PandoError):
 
 class NotReady(PandoError):
     """There is no engine: not yet, or no longer."""
-
-
-class TimedOut(PandoError):
-    pass
-
-
-class Lost(PandoError):
-    """The engine could not answer."""
-
-
-class Ticket:
-    """One HTTP request at the engine: an engine request for each of its prompts, and their tokens as they come."""
-
-    def __init__(self, request_id: str, asked: Asked, deadline: float) -> None:
-        self.asked = asked
-        self.names = {f"{request_id}/{place}": place for place in range(len(asked.prompts))}
-        self.open_answers = asked.params.n * len(asked.prompts)
-        self.arrived = time.perf_counter()
-        self.first: float | None = None
-        self.outcome: Outcome = "cancelled"
-        self._deadline = deadline
-        self._inbox: list[TokenEvent] = []
-        self._filled = asyncio.Event()
-        self._failure: PandoError | None = None
-
-    def put(self, event: TokenEvent) -> None:
-        if self.first is None:
-            self.first = time.perf_counter()
-        self._inbox.append(event)
-        self._filled.set()
-
-    def fail(self, error: PandoError) -> None:
-        self._failure = error
-        if self.open_answers:
-            self.outcome = "stopped" if isinstance(error, Stopped) else "timeout" if isinstance(error, TimedOut) else "failed"
-        self._filled.set()
-
-    async def batches(self) -> AsyncIterator[list[tuple[int, TokenEvent]]]:
-        """What came since the last time, with the place of its prompt; until every answer has ended."""
-        late = TimedOut("the request took longer than it may; ask for fewer tokens, or raise --request-timeout")
-        timer = asyncio.get_running_loop().call_later(self._deadline - time.perf_counter(), self.fail, late)  # one for all tokens
-        try:
-            while self.open_answers:
-                await self._filled.wait()
-                if time.perf_counter() >= self._deadline:  # before a busy loop has come to the timer
-                    self.fail(late)
-                if self._failure is not None:
-                    raise self._failure
-                events, self._inbox = self._inbox, []
-                self._filled.clear()
-                self.open_answers -= sum(event.finish_reason is not None for event in events)
-                if any(event.finish_reason == "error" for event in events):
-                    self.outcome = "failed"
-                    raise Lost(UNTOLD)
-                yield [(self.names[event.request_id], event) for event in events]
-        finally:
-            timer.cancel()
 
 
 class Service:
@@ -306,7 +249,7 @@ class Service:
         cached = 0
         try:
             async for batch in ticket.batches():
-                cached = batch[0][1].num_cached_tokens
+                cached = batch[0].event.num_cached_tokens
         finally:
             self.close(ticket)
         return cached
@@ -337,10 +280,12 @@ class Service:
         return self.loop.stats if self.state in ("ready", "draining") else Stats()
 
     def _dispatch(self, events: Sequence[TokenEvent]) -> None:
-        there = [(ticket, event) for event in events if (ticket := self._tickets.get(event.request_id)) is not None]
-        for ticket, event in there:
-            ticket.put(event)
-        self.metrics.generated(sum(not ticket.asked.silent for ticket, _ in there))
+        now, told = time.perf_counter(), 0
+        for event in events:
+            if (ticket := self._tickets.get(event.request_id)) is not None:
+                ticket.put(event, now)
+                told += not ticket.asked.silent
+        self.metrics.generated(told)
 
     def _give_up(self, names: Sequence[str]) -> None:
         for name in names:

@@ -1,6 +1,7 @@
 """Clients that go away: what they had is free again within a step or two."""
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,19 @@ def test_a_client_that_waits_for_the_whole_and_leaves_frees_its_rows(server: Liv
         wait_for(lambda: not server.service.loop._engine.has_work)
         assert brake.steps <= 5
     assert cancelled(server) == before + 1 and is_all_free(server)
+
+
+def test_all_tokens_of_a_whole_that_nobody_waited_for_are_in_the_log(server: Live, hasty: openai.OpenAI) -> None:
+    counted = counters(server)["pando_generated_tokens_total"]
+    with braked(server) as brake:
+        brake.let(7)
+        with pytest.raises(openai.APITimeoutError):
+            ask(hasty, "Seven of it", max_tokens=400, extra_body={"ignore_eos": True, "user": "seven"})
+        have_left(server)
+    lines = map(json.loads, server.log.getvalue().splitlines())
+    [line] = [line for line in lines if line.get("user") == "seven"]
+    assert line["outcome"] == "cancelled"
+    assert line["completion_tokens"] == counters(server)["pando_generated_tokens_total"] - counted > 1
 
 
 def test_who_waits_in_the_queue_can_leave_it(server: Live, hasty: openai.OpenAI) -> None:

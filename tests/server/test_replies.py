@@ -166,6 +166,21 @@ def test_an_event_is_one_line_whatever_the_text() -> None:
     assert json.loads(written[6:])["choices"][0]["text"] == "a\n\ndata: [DONE]\r\n\u2028é"
 
 
+@pytest.mark.parametrize("text", ["plain", '"quoted"\\', "line\nand \u2028", "\U0001f333", replies.MARK, ""])
+@pytest.mark.parametrize("tells_usage", [False, True])
+def test_an_event_put_together_around_its_text_is_the_one_that_is_written_at_once(text: str, tells_usage: bool) -> None:
+    envelope = replies.Envelope(f"id {replies.MARK}", 1, f'a model named "{replies.MARK}"', tells_usage)
+
+    def in_chat(text: str) -> object:
+        return envelope.chat_chunk([replies.chat_delta(1, {"content": text})])
+
+    def plain(text: str) -> object:
+        return envelope.text([replies.text_choice(1, text)])
+
+    for make in (in_chat, plain):
+        assert replies.Around(make).event(text) == replies.event(make(text))
+
+
 def test_ids_are_new_each_time_and_say_what_they_are_of() -> None:
     assert replies.chat_id() != replies.chat_id()
     assert replies.chat_id().startswith("chatcmpl-") and len(replies.chat_id()) == 9 + 32
