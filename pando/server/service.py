@@ -249,7 +249,7 @@ class Service:
         cached = 0
         try:
             async for batch in ticket.batches():
-                cached = batch[0].event.num_cached_tokens
+                cached = batch[0][1].num_cached_tokens
         finally:
             self.close(ticket)
         return cached

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import NamedTuple
 
 from ..engine.request import TokenEvent
 from ..errors import PandoError
@@ -11,6 +10,7 @@ from .failures import Stopped
 from .metrics import Outcome
 from .prompts import Asked
 
+Arrival = tuple[int, TokenEvent, float]  # the place of its prompt, a token, and when it came, on the clock of `time.perf_counter`
 UNTOLD = "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use another dtype"
 
 
@@ -20,12 +20,6 @@ class TimedOut(PandoError):
 
 class Lost(PandoError):
     """The engine could not answer."""
-
-
-class Arrival(NamedTuple):
-    place: int  # of its prompt
-    event: TokenEvent
-    at: float  # on the clock of `time.perf_counter`
 
 
 class Ticket:
@@ -46,7 +40,7 @@ class Ticket:
         self._failure: PandoError | None = None
 
     def put(self, event: TokenEvent, now: float) -> None:
-        self._inbox.append(Arrival(self.names[event.request_id], event, now))
+        self._inbox.append((self.names[event.request_id], event, now))
         if self.first is None:
             self.first = now
             self._wake()
@@ -92,4 +86,4 @@ class Ticket:
     def rest(self) -> list[Arrival]:
         """What came and nobody has read, when nobody will."""
         found, self._inbox = self._inbox, []
-        return [arrival for arrival in found if arrival.event.finish_reason != "error"]  # which is no token
+        return [arrival for arrival in found if arrival[1].finish_reason != "error"]  # which is no token
