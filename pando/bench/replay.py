@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from ..engine.imports import pages_of, wants
@@ -23,7 +23,7 @@ from ..engine.scheduler import Scheduler
 from ..engine.truncation import Truncations
 from ..errors import InvalidOption
 from ..kv.run import Origin, in_place
-from ..kv.segment import Key, Lineage, extend_keys, root_key
+from ..kv.segment import Key, Lineage, compact, extend_keys, root_key
 from ..kv.tree import PrefixTree
 from ..store.policy import LRU, Policy
 from .conversations import Conversation
@@ -61,8 +61,7 @@ class Machine:
         return size // (self.page * self.kv_bytes)
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """A turn, when its first token is there."""
 
     prompt: int  # tokens
@@ -184,7 +183,7 @@ class Replay:
         """What is left of a prompt that does not fit the window."""
         if self.machine.window is None or len(prompt) + answer <= self.machine.window:
             return None
-        asked = Request("", prompt.tolist(), SamplingParams(max_tokens=answer), truncation=Truncation())
+        asked = Request("", prompt, SamplingParams(max_tokens=answer), truncation=Truncation())
         cut = self._truncations.cut(asked, HOME, keys)
         if cut is None:
             return None
@@ -195,10 +194,13 @@ class Replay:
         self._truncations.remember(prompt, cut.layout, HOME, keys)
         asked = cut.request(asked)
         runs = [run for run in asked.runs if len(run)]
-        before = list(chain.from_iterable(run.tokens for run in runs))
+        before = compact(())
+        for run in runs:
+            before.frombytes(run.packed)
         at = runs[-1].end if runs else 0
         lineage = Lineage.of(Origin(tuple(in_place(runs)), at).key(ROOT)) if runs else HOME
-        row = Row("", 0, [*before, *asked.prompt], asked.params, 0, lineage, len(asked.prompt) + answer, ROOT, imported=len(before))
+        left = before + compact(asked.prompt)
+        row = Row("", 0, left, asked.params, 0, lineage, len(asked.prompt) + answer, ROOT, imported=len(before))
         row.at, row.wants = at, wants(ROOT, runs, self.machine.page, plain=HOME)
         return row
 

@@ -189,6 +189,8 @@ class Below:
         """Rows whose context is on its way wait for it beside the step, if there are others in it, unless it should come in time; if that
         does not, it is given up. Answers what the step waits for."""
         early = {row: loads for row in turns if (row.load is not None or row.imports) and (loads := row.loads)}
+        if not early:
+            return []
         others = len(early) < len(turns)
         going = self.in_time(list(early), budget) if others else early
         for row in [row for row in early if row not in going]:

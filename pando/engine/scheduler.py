@@ -141,10 +141,13 @@ class Scheduler:
         if self._take_arrived(is_ahead=before is not None):
             return None
         flown = {} if before is None else flying(before)
-        places = [(row, *flown.get(row, (row.computed, len(row.tokens)))) for row in self.running]
+        places, behind = list[tuple[Row, int, int]](), list[tuple[Row, int, int]]()
+        for row in self.running:
+            start, length = flown.get(row) or (row.computed, len(row.tokens))
+            (behind if length - start > 1 else places).append((row, start, length))
         turns, copies = dict[Row, Turn](), list[Copy]()
         budget, pressed, size = self.budget, False, self.pages.page_size
-        for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
+        for row, start, length in places + behind:
             count = min(length - start, budget)
             if not count or row.stem is None or (row in flown and length >= row.last):
                 continue  # it has lost its pages to one before it, or comes to its end
@@ -199,10 +202,10 @@ class Scheduler:
 
     def clear_away(self) -> None:
         """What was brought up and borrowed is the tree's: to be done before anyone looks there, or takes something away."""
-        landed, self._landed = self._landed, []
-        for row in [row for row in landed if row in self.loading]:
-            self.remove(row)
-        if landed:
+        if self._landed:
+            landed, self._landed = self._landed, []
+            for row in [row for row in landed if row in self.loading]:
+                self.remove(row)
             self.tend()
 
     def _make_instead(self, row: Row) -> Row:
@@ -259,7 +262,7 @@ class Scheduler:
             row.computed += count
             if self.reuse and row.computed - row.settled >= self.pages.page_size and not self._holding.keeps_own(row):
                 self._holding.hand_over(row, self._now)
-        for row in [row for row in schedule.rows if row.makes is not None and not row.behind]:
+        for row in () if schedule.plain else [row for row in schedule.rows if row.makes is not None and not row.behind]:
             self.makers.pass_on(row)
             self.remove(row)
         if self.below is not None and schedule.departure is not None:

@@ -15,7 +15,6 @@ of the same owner, or of the root's, which is everyone's.
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -27,8 +26,7 @@ Said = tuple[tuple[int, ...], ...]  # tokens, page by page
 REMEMBERED = 2**16  # keys of pages that were evicted: to tell a loss from something new
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     stem: Stem  # whole pages up to its end are shared
     end: Stem | None = None  # and the first page of this one holds `tokens` more, to be copied
     tokens: int = 0

@@ -1,7 +1,6 @@
 """What the scheduler says to the tiers below the pool, and hears from them: values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..kv.segment import Key, page_key
@@ -16,8 +15,7 @@ class Part(NamedTuple):
     tier: str
 
 
-@dataclass(frozen=True)
-class Sought:
+class Sought(NamedTuple):
     """Tokens that are looked for behind those that the tree has."""
 
     keys: Sequence[Key]  # of their full pages
@@ -37,8 +35,7 @@ class Sought:
 Ended = Literal["slow", "expired", "lost"]
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What the tiers have of a row, from where the tree ends. The last part may be a short end, of which the row has the beginning.
 
     Why it is no more, where that is known: slow: there is more, and it is sooner computed than loaded. expired: there was, and nobody used
@@ -64,8 +61,7 @@ class Found:
         return Found(self.parts[:stop], sum(len(part.card.tokens) for part in self.parts[:stop]), "slow")
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """Pages that the tree has taken, to be kept below. `chain` leads to the last of them, from the first of its context on."""
 
     stem: Stem  # pinned until they are copied

@@ -173,10 +173,10 @@ class Ledger:
     def keep(self, tier: str, chain: Sequence[tuple[Key, int]], now: float, only: Container[Key] | None = None) -> Kept:
         """A chain of pages, each with its size, shall be in a tier; it counts as used. It is given from its first page on, with those that
         are there already. `only`: of those that are not, these alone enter."""
-        moves = self.expire(now)
+        moves, keys = self.expire(now), [key for key, _ in chain]
         entered: list[Key] = []
-        self.use([key for key, _ in chain], now)
-        places = range(len(chain)) if only is None else [place for place, (key, _) in enumerate(chain) if key in only]
+        self.use(keys, now)
+        places = range(len(keys)) if only is None else [place for place, key in enumerate(keys) if key in only]
         for depth in places:
             key, size = chain[depth]
             known = self._pages.get(key)

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from queue import SimpleQueue
 
 from ..kv.segment import Key
@@ -272,8 +273,9 @@ class Store:
 
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter. The ledger would not say of what goes that it has expired."""
-        kept = self.ledger.keep(tier, [(key, self._page_bytes) for key in chain], self._expire(), only)
-        self._move(kept.moves)
+        kept = self.ledger.keep(tier, [*zip(chain, repeat(self._page_bytes), strict=False)], self._expire(), only)
+        if kept.moves:
+            self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
 
@@ -333,6 +335,8 @@ class Store:
         self._passed([card.key])
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
+        if not cards:
+            return
         self.counts.unsaved[reason] += len(cards)
         self._queued -= (keys := {card.key for card in cards})
         self._departures.drop(keys)
