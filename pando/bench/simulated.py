@@ -212,7 +212,7 @@ class Disk:
         if len(card.tokens) < self._page_size:
             self._ends.add(card)
         else:
-            card = card._replace(tokens=self._whole)
+            card = Card(card.key, card.parent, card.tenant, self._whole)
         self._cards[card.key] = card
 
     def drop(self, keys: Sequence[Key]) -> None:

@@ -34,7 +34,8 @@ class Ahead:
         if self._rows is None:
             self._rows = []
             for other in chain(*self._from):
-                self.add(other)
+                if other.load is not None or len(other.tokens) - other.computed > 1:
+                    self.add(other)
         most = len(row.tokens) - 1
         if most < self._copied:
             return self._rows

@@ -36,7 +36,7 @@ class Turns:
         ready = [row for row, start, new, length in turns if start + new == length and row.makes is None]
         rare = [turn for turn in turns if turn[0].repair or turn[0].scored is not None or turn[0].makes is not None]
         repairs = [row for row, _, _, _ in rare if row.repair and row.imports]
-        scored = any([row.is_scored_from(start) for row, start, _, _ in rare])
+        scored = any(row.is_scored_from(start) for row, start, _, _ in rare)
         makers = [row for row, _, _, _ in rare if row.makes is not None]
         several = max(counts, default=1) > 1
         self._last = Schedule(

@@ -116,14 +116,15 @@ class Departures:
 
     def begin(self, pages: Sequence[tuple[Card, int]]) -> Departure:
         departure = Departure(self._host, self._mover, self._saver, pages)
-        self._under_way.update((card.key, departure) for card, _ in pages)
+        self._under_way.update(dict.fromkeys(departure.pages, departure))
         return departure
 
     def end(self, pages: Sequence[tuple[Card, int]]) -> dict[Key, Departure]:
         """All of them are computed: each with what it leaves by. Those that are not under way leave together."""
-        self.drop([card.key for card, page in pages if card.key in self and self._under_way[card.key].pages[card.key] != page])
-        self.begin([(card, page) for card, page in pages if card.key not in self])
-        leaving = {card.key: self._under_way.pop(card.key) for card, _ in pages}
+        under_way = self._under_way
+        self.drop([card.key for card, page in pages if card.key in under_way and under_way[card.key].pages[card.key] != page])
+        self.begin([(card, page) for card, page in pages if card.key not in under_way])
+        leaving = {card.key: under_way.pop(card.key) for card, _ in pages}
         for departure in {*leaving.values()}:
             departure.computed(self._layers)
         return leaving

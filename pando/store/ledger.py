@@ -65,12 +65,14 @@ class Ledger:
 
     def find(self, keys: Iterable[Key]) -> list[str]:
         """The uppermost tier of each page, from the first on, up to the first that is nowhere."""
-        found, pages, upper, tiers = list[str](), self._pages, self._tiers[0], self._tiers[1:]
-        for key in keys:
-            page = pages.get(key)
+        found, tiers = list[str](), self._tiers
+        for page in map(self._pages.get, keys):
             if page is None:
                 break
-            found.append(upper if upper in page.tiers else next(tier for tier in tiers if tier in page.tiers))
+            for tier in tiers:
+                if tier in page.tiers:
+                    found.append(tier)
+                    break
         return found
 
     def has(self, key: Key, tier: str | None = None) -> bool:

@@ -108,7 +108,7 @@ class Store:
         load = Load(found.parts, pages, self.speeds.patience(found.tokens), self._given_up, self._now)
         self.ledger.use(chain, self._clock())
         self._loads.append((load, tuple(chain)))
-        self._touches.use(tuple(dict.fromkeys((*chain, *(part.card.key for part in found.parts)))))
+        self._touches.use(chain, [part.card.key for part in found.parts])
         return load
 
     def go(self, *, needed: bool = False) -> None:
@@ -294,7 +294,9 @@ class Store:
 
     def _passed(self, keys: Sequence[Key]) -> None:
         """What has no lasting place in host memory leaves it, unless it is on its way down, and still to be written."""
-        self.host.drop([key for key in keys if not (key in self._unwritten or key in self._queued or self.ledger.has(key, "host"))])
+        gone = [key for key in keys if not (key in self._unwritten or key in self._queued or self.ledger.has(key, "host"))]
+        if gone:
+            self.host.drop(gone)
 
     def _write(self, tier: Tier, chain: Sequence[Key], cards: Sequence[Card], again: bool = False) -> None:
         """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
@@ -312,7 +314,8 @@ class Store:
 
         if cards:
             self._writing += len(cards)
-            self._unwritten.update(card.key for card in cards)
+            for card in cards:
+                self._unwritten[card.key] += 1
             self.ledger.pin([card.key for card in cards])  # in host memory, until it is written
             if self._sharing is not None and again:
                 self._sharing.make_way()

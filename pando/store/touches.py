@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..kv.latest import Latest
@@ -33,7 +34,9 @@ class Touches:
         self._every = every(ttl)
         self._told = Latest[Key, float](REMEMBERED)  # the last page of a chain: since when all of it may not have been told
 
-    def use(self, keys: Sequence[Key]) -> None:
+    def use(self, *chains: Sequence[Key]) -> None:
+        """Of pages in several, each is told once."""
+        keys = list(dict.fromkeys(chain.from_iterable(chains))) if self._touches else []
         for touch in self._touches:
             self._writer.post(partial(touch, keys))
 
