@@ -141,13 +141,10 @@ class Scheduler:
         if self._take_arrived(is_ahead=before is not None):
             return None
         flown = {} if before is None else flying(before)
-        places, behind = list[tuple[Row, int, int]](), list[tuple[Row, int, int]]()
-        for row in self.running:
-            start, length = flown.get(row) or (row.computed, len(row.tokens))
-            (behind if length - start > 1 else places).append((row, start, length))
+        places = [(row, *flown.get(row, (row.computed, len(row.tokens)))) for row in self.running]
         turns, copies = dict[Row, Turn](), list[Copy]()
         budget, pressed, size = self.budget, False, self.pages.page_size
-        for row, start, length in places + behind:
+        for row, start, length in sorted(places, key=lambda place: place[2] - place[1] > 1):
             count = min(length - start, budget)
             if not count or row.stem is None or (row in flown and length >= row.last):
                 continue  # it has lost its pages to one before it, or comes to its end

@@ -14,7 +14,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from queue import SimpleQueue
 
 from ..kv.segment import Key
@@ -273,9 +272,8 @@ class Store:
 
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter. The ledger would not say of what goes that it has expired."""
-        kept = self.ledger.keep(tier, [*zip(chain, repeat(self._page_bytes), strict=False)], self._expire(), only)
-        if kept.moves:
-            self._move(kept.moves)
+        kept = self.ledger.keep(tier, [(key, self._page_bytes) for key in chain], self._expire(), only)
+        self._move(kept.moves)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
 
@@ -294,9 +292,7 @@ class Store:
 
     def _passed(self, keys: Sequence[Key]) -> None:
         """What has no lasting place in host memory leaves it, unless it is on its way down, and still to be written."""
-        gone = [key for key in keys if not (key in self._unwritten or key in self._queued or self.ledger.has(key, "host"))]
-        if gone:
-            self.host.drop(gone)
+        self.host.drop([key for key in keys if not (key in self._unwritten or key in self._queued or self.ledger.has(key, "host"))])
 
     def _write(self, tier: Tier, chain: Sequence[Key], cards: Sequence[Card], again: bool = False) -> None:
         """Behind everything else, down to a tier. Where the ledger has none of its name, it looks after itself."""
@@ -314,8 +310,7 @@ class Store:
 
         if cards:
             self._writing += len(cards)
-            for card in cards:
-                self._unwritten[card.key] += 1
+            self._unwritten.update(card.key for card in cards)
             self.ledger.pin([card.key for card in cards])  # in host memory, until it is written
             if self._sharing is not None and again:
                 self._sharing.make_way()
@@ -338,8 +333,6 @@ class Store:
         self._passed([card.key])
 
     def _not_saved(self, cards: Sequence[Card], reason: str) -> None:
-        if not cards:
-            return
         self.counts.unsaved[reason] += len(cards)
         self._queued -= (keys := {card.key for card in cards})
         self._departures.drop(keys)
