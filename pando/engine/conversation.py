@@ -26,6 +26,8 @@ class Rendering:
     def __init__(self, tokenizer: Tokenizer, tools: Tools | None, template: str | None, options: Mapping[str, Any] | None) -> None:
         if template is not None and not isinstance(template, str):
             raise InvalidPrompt(f"chat_template is a {type(template).__name__}; it must be the text of a Jinja template")
+        if template and "{" not in template:  # every conversation would be the same text
+            raise InvalidPrompt(f"chat_template is {template[:80]!r}; it must be the text of a Jinja template, and not the name of a file")
         if options is not None and not isinstance(options, Mapping):
             raise InvalidPrompt(f"chat_template_kwargs is a {type(options).__name__}; it must map names to values")
         if tools is not None and (isinstance(tools, str | bytes) or not isinstance(tools, Sequence)):

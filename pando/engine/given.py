@@ -62,6 +62,8 @@ def plain(prompt: str | Sequence[int] | Mapping[str, Any]) -> str | list[int]:
     found = given.tolist() if hasattr(given, "tolist") else given  # numpy's arrays and torch's tensors
     if isinstance(found, bytes) or not isinstance(found, Sequence):
         raise InvalidPrompt(f"a prompt is text, a list of tokens, or a mapping with one of them; found {type(given).__name__}")
+    if found and isinstance(found[0], str):
+        raise InvalidPrompt("a prompt is one text, or a list of tokens; found a list of texts: generate takes several prompts, others one")
     return [int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token for token in found]
 
 

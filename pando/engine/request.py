@@ -45,7 +45,7 @@ class StructuredOutputsParams:
                 raise InvalidSampling(f"{name} is a {type(text).__name__}; it must be text")
         is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
         if self.choice is not None and not (is_list and self.choice and all(isinstance(one, str) for one in self.choice)):
-            raise InvalidSampling(f"choice is {str(self.choice)[:80]!r}; it must be a list of one or more texts")
+            raise InvalidSampling(f"choice is {repr(self.choice)[:80]}; it must be a list of one or more texts")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SamplingParams:
             return
         for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
             if value is not None and not isinstance(value, Sequence):
-                raise InvalidSampling(f"{name} is {value!r}; it must be a list")
+                raise InvalidSampling(f"{name} is {value!r}; it must be {'text, or ' * (name == 'stop')}a list")
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidSampling(f"logit_bias is {self.logit_bias!r}; it must map tokens to numbers")
         if len(self.stops) > MAX_STOPS:
@@ -243,7 +243,7 @@ class Truncated:
 class Reuse:
     """Prompt tokens that were not computed. Without a miss, all that is known of the prompt was reused, and the rest of it is new."""
 
-    device: int = 0
+    device: int = 0  # all that were read from the pool, and so also those that a tier below brought there
     miss: Miss | None = None
     modules: int = 0  # of the prompt's tokens, so many had been encoded in another context: the answer is an approximation
     held: int = 0  # so many of these were in the pool

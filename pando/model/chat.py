@@ -25,7 +25,7 @@ def render(
     if template is None:
         raise InvalidPrompt("this model has no chat template; give one, or send a plain prompt instead of a conversation")
     try:
-        import jinja2  # noqa: F401 - said here rather than where it is used
+        import jinja2
     except ImportError as error:
         raise PandoError("chat templates need the package jinja2; install it with: pip install jinja2") from error
     variables = {
@@ -36,6 +36,9 @@ def render(
     }
     try:
         return _compiled(template).render({**names, **variables})
+    except jinja2.TemplateSyntaxError as error:
+        fault = f"line {error.lineno} is no Jinja ({error.message})"
+        raise InvalidPrompt(f"the chat template refuses this conversation: {fault}; correct the template") from error
     except Exception as error:  # a template is somebody else's program: it raises whatever it likes
         advice = "check the roles and their order, or give another template"
         raise InvalidPrompt(f"the chat template refuses this conversation: {error}; {advice}") from error
@@ -51,8 +54,9 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidPrompt(f'message {index} has no "role"; give it "system", "user" or "assistant"')
         calls_tools = message.get("tool_calls") and message.get("content") is None
         if _joined(message.get("content")) is None and not calls_tools:
-            kind = type(message.get("content")).__name__
-            raise InvalidPrompt(f"message {index} ({message['role']}) has content of type {kind}; it must be a string, or text parts")
+            kind, wrong = type(message.get("content")).__name__, _wrong_part(message.get("content"))
+            said = f"message {index} ({message['role']}) has content of type {kind}; it must be a string, or text parts"
+            raise InvalidPrompt(said + (f": part {wrong[0]} is {wrong[1]}" if wrong else ""))
 
 
 def _joined(content: Any) -> str | None:
@@ -63,10 +67,18 @@ def _joined(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def _wrong_part(content: Any) -> tuple[int, str] | None:
+    """The first part that is no text, and what it is."""
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        if _joined([part]) is None:
+            return place, repr(part)[:80]
+    return None
+
+
 def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With one text as its content, and with the arguments of its calls as objects, which templates write as JSON themselves; clients
-    send them as JSON text."""
-    message = {**message, "content": _joined(message["content"])} if message.get("content") is not None else message
+    """With one text as its content, empty where it only calls tools, since many templates add it to others; and with the arguments of its
+    calls as objects, which templates write as JSON themselves; clients send them as JSON text."""
+    message = {**message, "content": _joined(message.get("content")) or ""}
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         return message

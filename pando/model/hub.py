@@ -96,9 +96,9 @@ def _trouble(error: OSError, shelf: Shelf) -> str:
 def _unknown(name: str) -> str:
     names = [entry.name for entry in CATALOGUE]
     close = difflib.get_close_matches(name, names, n=1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
     return (
-        f"no model {name!r}: {meant}Give a directory, a .gguf file, a Hugging Face repository (owner/name), "
+        f"no model {name!r}{meant}; give a directory, a .gguf file, a Hugging Face repository (owner/name), "
         f"or a name of the catalogue: {', '.join(names)}"
     )
 

@@ -136,6 +136,14 @@ def test_what_is_no_prompt_is_refused_and_the_engine_stays_usable(prompt: Any) -
     assert llm.generate(HELLO, greedy(2))[0].finished
 
 
+def test_several_texts_where_one_prompt_is_wanted_are_told_apart_from_wrong_tokens() -> None:
+    llm = tiny_llm()
+    for ask in (llm.stream, llm.score):
+        with pytest.raises(InvalidPrompt, match="found a list of texts"):
+            ask(["one", "two"])  # type: ignore[arg-type]
+    assert at_rest(llm)
+
+
 def test_none_in_a_mapping_is_the_same_as_leaving_it_out() -> None:
     both, alone = tiny_llm().generate([{"prompt": "ab", "prompt_token_ids": None}, {"prompt": "ab"}], greedy(2))
     assert both.prompt_token_ids == alone.prompt_token_ids

@@ -107,6 +107,11 @@ def test_the_ends_of_every_range_are_allowed(name: str, value: object) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
 
 
+def test_a_stop_may_be_text_and_the_message_says_so() -> None:
+    assert refused("stop", 5) == "stop is 5; it must be text, or a list"
+    assert refused("stop_token_ids", 5) == "stop_token_ids is 5; it must be a list"
+
+
 def test_a_message_says_what_was_found_and_what_is_allowed() -> None:
     assert refused("temperature", -1) == "temperature is -1; it must be a number from 0 to 100"
     assert "lower it to at most 16" in refused("min_tokens", 17)

@@ -74,6 +74,7 @@ def test_every_choice_can_be_chosen() -> None:
         ({"grammar": b"x"}, "grammar is a bytes"),
         ({"choice": "yes"}, "choice is 'yes'; it must be a list"),
         ({"choice": []}, "one or more texts"),
+        ({"choice": []}, "choice is []; it must be a list"),
         ({"choice": ["a", 1]}, "one or more texts"),
     ],
 )
@@ -149,6 +150,22 @@ def test_the_text_parts_of_a_message_are_joined() -> None:
             llm.chat([{"role": "user", "content": wrong}])
 
 
+def test_a_part_that_is_no_text_is_named() -> None:
+    picture = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}]
+    with pytest.raises(InvalidPrompt, match=r"it must be a string, or text parts: part 1 is \{'type': 'image_url'"):
+        tiny_llm().chat([{"role": "user", "content": picture}])
+
+
+@pytest.mark.parametrize("empty", [{"content": None}, {}])
+def test_a_message_that_only_calls_tools_has_no_words_for_the_template(empty: dict[str, Any]) -> None:
+    """As clients of OpenAI's API have them. Many templates add the content to other text, or would write None."""
+    called = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    told = [*HELLO, {"role": "assistant", "tool_calls": [called]} | empty, {"role": "tool", "tool_call_id": "1", "content": "Noon"}]
+    template = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    [output] = tiny_llm().chat(told, SamplingParams(max_tokens=1), chat_template=template)
+    assert output.prompt == "<user>Hello<assistant><tool>Noon"
+
+
 def test_without_tools_nothing_is_taken_for_a_call() -> None:
     [output] = tiny_llm().chat(HELLO, LONG, structured_outputs=CALLING, chat_template=HERMES_TEMPLATE)
     assert output.outputs[0].tool_calls is None and "weather" not in (output.prompt or "")
@@ -210,6 +227,11 @@ def test_a_conversation_that_is_cut_is_rendered_with_its_tools_and_template() ->
         ({"tools": [{"type": "search"}], "chat_template": HERMES_TEMPLATE}, "no other kind of tool is known"),
         ({"chat_template": 5}, "chat_template is a int"),
         ({"chat_template": "{% if %}"}, "the chat template refuses this conversation"),
+        ({"chat_template": "{{ messages }}\n{{ foo("}, "line 2 is no Jinja (unexpected 'end of template'); correct the template"),
+        (
+            {"chat_template": "chatml.jinja"},
+            "chat_template is 'chatml.jinja'; it must be the text of a Jinja template, and not the name of a file",
+        ),
         ({"chat_template_kwargs": ["think"]}, "chat_template_kwargs is a list; it must map names"),
         ({"chat_template_kwargs": {"tools": [], "think": 1}}, "chat_template_kwargs has tools, which is said otherwise"),
     ],

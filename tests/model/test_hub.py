@@ -297,6 +297,11 @@ def test_an_unknown_name_lists_the_known_ones(name):
         hub.resolve(name)
 
 
+def test_an_unknown_name_is_told_in_one_sentence():
+    with pytest.raises(ModelNotFound, match=r"^no model 'nope'; give a directory"):
+        hub.resolve("nope")
+
+
 def test_a_close_name_is_suggested():
     with pytest.raises(ModelNotFound, match="did you mean 'smollm2-135m'"):
         hub.resolve("smolm2-135")
