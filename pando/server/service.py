@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -96,7 +96,7 @@ class Service:
             _check_template(engine.model.tokenizer, template, self.config.chat_template)
         engine.pins.quota = engine.pages.count * self.config.pin_quota // 100
         tokenizer = engine.model.tokenizer
-        shared = [tokenizer.encode(text) for text in texts]
+        shared = _public(dict(zip(self.config.share_prefix, map(tokenizer.encode, texts), strict=True)), engine.pages.page_size)
         _prefill(engine, shared)
         self.facts = {
             "pool_tokens": engine.pages.count * engine.pages.page_size,
@@ -324,6 +324,17 @@ def _prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     measure(engine)
     for tokens in prompts:
         engine.pin(tokens, PUBLIC, 0, None)
+
+
+def _public(texts: Mapping[str, list[int]], page_size: int) -> list[list[int]]:
+    """What all tenants share begins with whole pages: of a shorter text nobody would find anything."""
+    for path, tokens in texts.items():
+        if len(tokens) < page_size:
+            wanted = "name a longer text, or lower page_size"
+            log.warning(
+                "share_prefix: %s has %d tokens, less than a page of %d, and is not shared; %s", path, len(tokens), page_size, wanted
+            )
+    return [tokens for tokens in texts.values() if len(tokens) >= page_size]
 
 
 def _check_template(tokenizer: Tokenizer, template: str, path: str | None) -> None:

@@ -152,6 +152,15 @@ def test_a_missing_file_of_public_text_stops_the_start(tmp_path: Path) -> None:
         pass
 
 
+def test_public_text_shorter_than_a_page_is_not_shared_and_the_log_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("abc")  # a page has 4 tokens
+    with live(api_key=("key-one", "key-two"), share_prefix=(str(file),)) as server, client_of(server, "key-one") as one:
+        assert "short.txt has 3 tokens, less than a page of 4, and is not shared" in server.log.getvalue()
+        assert fetch(server, "/v1/cache", key="key-one").json()["pages"]["pinned"] == 0  # and so nothing is kept for it
+        assert cached(one, "abcdef") == (0, "cold")
+
+
 def test_requests_of_one_id_get_their_own_answers() -> None:
     """Ids are the clients' choice: a router that tries again uses one twice, and another tenant may use it, too."""
     with live(api_key=("ka", "kb")) as server:
