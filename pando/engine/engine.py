@@ -36,7 +36,7 @@ from .row import Row, Schedule
 from .sampler import NO_TOKEN, NOBODY, Choices, Sampler
 from .scheduler import Scheduler
 from .scores import take_scores
-from .sizing import context_of, page_count, pool_of
+from .sizing import context_of, page_count, pool_of, rows_of
 from .tiers import open_store
 from .truncation import Truncations
 from .whole import Whole
@@ -54,11 +54,12 @@ class Engine:
         self.pages = Pages(page_count(model, config, self.max_len), config.page_size)
         self.tree = PrefixTree(config.page_size)
         self.pool = pool_of(model, config, self.pages)
+        rows = rows_of(model, config, self.pool)
         self.store = open_store(model, config, self.pool)
         self.scheduler = Scheduler(
             self.pages,
             self.tree,
-            max_rows=config.rows_on(model.device.type),
+            max_rows=rows,
             budget=config.max_num_batched_tokens,
             reuse=config.prefix_caching,
             store=self.store,

@@ -1,10 +1,11 @@
 """How long a context may be, how large the pool, and whether a step fits beside it."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
-from ..config import EngineConfig
+from ..config import ROWS, EngineConfig
 from ..errors import InvalidOption
 from ..kv.pages import Pages
 from ..kv.pool import PagePool
@@ -66,10 +67,10 @@ def page_count(model: Model, config: EngineConfig, context: int) -> int:
 
 
 def pool_of(model: Model, config: EngineConfig, pages: Pages) -> PagePool:
-    """The memory of the KV cache; on a GPU it was seen that the largest step fits beside it."""
+    """The memory of the KV cache."""
     facts = model.config
     try:
-        pool = PagePool(
+        return PagePool(
             pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.states, device=model.device
         )
     except torch.OutOfMemoryError:  # others took it meanwhile, or it is free in pieces only
@@ -78,9 +79,23 @@ def pool_of(model: Model, config: EngineConfig, pages: Pages) -> PagePool:
             f"a KV cache of {size / GIB:.1f} GiB does not fit into the memory that is free; lower gpu_memory_utilization (it is "
             f"{config.gpu_memory_utilization:g}) or kv_cache_tokens"
         ) from None
-    if model.device.type == "cuda":
-        check_step(model, config, pool)
-    return pool
+
+
+def rows_of(model: Model, config: EngineConfig, pool: PagePool) -> int:
+    """How many run at the same time. On a GPU it is seen that the largest step fits beside the KV cache; where nobody said how many rows it
+    has, there are as many as do, but no fewer than on a CPU."""
+    rows = config.rows_on(model.device.type)
+    if model.device.type != "cuda":
+        return rows
+    while True:
+        try:
+            check_step(model, replace(config, max_num_seqs=rows), pool)
+            return rows
+        except InvalidOption:
+            if config.max_num_seqs is not None or rows <= ROWS:
+                raise
+        rows //= 2  # out here: the error holds what was allocated
+        log.warning("rows that run at the same time: %d, since steps of more do not fit beside the KV cache", rows)
 
 
 @torch.inference_mode()

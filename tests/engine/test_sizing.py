@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pando.config import EngineConfig
 from pando.engine import sampler, sizing
 from pando.engine.engine import Engine
 from pando.engine.request import Request
 from pando.engine.row import Schedule
-from pando.engine.sizing import check_step, page_count
+from pando.engine.sizing import check_step, page_count, rows_of
 from pando.errors import InvalidOption
 from pando.model.load import Model
 
@@ -106,6 +107,35 @@ def test_a_step_whose_tokens_cannot_be_chosen_beside_the_cache_is_said_at_the_st
     assert sorted_rows == [16]
     monkeypatch.undo()
     check_step(model, tiny_config(), engine.pool)
+
+
+@pytest.mark.parametrize(("fit", "rows"), [(300, 256), (200, 128), (64, 64)])
+def test_where_nobody_says_how_many_rows_run_there_are_as_many_as_a_step_fits_for(
+    monkeypatch: pytest.MonkeyPatch, fit: int, rows: int
+) -> None:
+    engine, model = tiny_engine(), on_gpu(monkeypatch, 1000 * PAGE)
+    limited_rows(monkeypatch, fit)
+    assert rows_of(model, tiny_config(max_num_seqs=None), engine.pool) == rows
+
+
+@pytest.mark.parametrize(("fit", "said"), [(63, None), (200, 256)])
+def test_too_many_rows_are_refused_where_somebody_said_how_many_or_few_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, fit: int, said: int | None
+) -> None:
+    engine, model = tiny_engine(), on_gpu(monkeypatch, 1000 * PAGE)
+    limited_rows(monkeypatch, fit)
+    with pytest.raises(InvalidOption, match=f"{said or 64} rows do not fit"):
+        rows_of(model, tiny_config(max_num_seqs=said), engine.pool)
+
+
+def limited_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """No step of more rows fits beside the KV cache."""
+
+    def check(model: Model, config: EngineConfig, pool: object) -> None:
+        if config.max_num_seqs is None or config.max_num_seqs > most:
+            raise InvalidOption(f"{config.max_num_seqs} rows do not fit")
+
+    monkeypatch.setattr(sizing, "check_step", check)
 
 
 def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
