@@ -59,4 +59,5 @@ class Rendering:
     def find_calls(self, outputs: Sequence[RequestOutput]) -> None:
         if self._form is not None:
             for answer in [answer for output in outputs for answer in output.outputs]:
-                answer.tool_calls = self._form.parse(answer.text, cut=answer.finish_reason == "length")[1]
+                is_cut = answer.finish_reason == "length" or isinstance(answer.stop_reason, str)
+                answer.tool_calls = self._form.parse(answer.text, cut=is_cut)[1]

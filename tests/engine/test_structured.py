@@ -122,6 +122,7 @@ HERMES_TEMPLATE = """{% if tools %}<tool_call>{"name": n, "arguments": a}</tool_
 {% endfor %}assistant: """
 
 
+CALL = '{"name": "now", "arguments": {}}'
 CALLING = StructuredOutputsParams(grammar=HERMES.grammar(functions(TOOLS)))
 
 
@@ -188,6 +189,14 @@ def test_of_an_answer_that_breaks_off_the_calls_that_are_whole_are_found() -> No
     ]
     assert (first.finish_reason, len(first.tool_calls or ())) == ("stop", 2)
     assert (second.finish_reason, len(second.tool_calls or ())) == ("length", 1)
+
+
+def test_of_an_answer_that_a_stop_breaks_off_the_calls_that_are_whole_are_found() -> None:
+    template, wanted = "{% if tools %}[TOOL_CALLS] [{% endif %}", StructuredOutputsParams(choice=[f"[TOOL_CALLS] [{CALL}, {CALL}]"])
+    params = SamplingParams(max_tokens=200, stop=', {"na')
+    [output] = tiny_llm().chat(HELLO, params, structured_outputs=wanted, tools=TOOLS, chat_template=template)
+    [answer] = output.outputs
+    assert answer.text == f"[TOOL_CALLS] [{CALL}" and [call.name for call in answer.tool_calls or ()] == ["now"]
 
 
 def test_calls_are_found_where_a_special_token_marks_them() -> None:
