@@ -81,7 +81,6 @@ class Exchange:
             reply = await unless_gone(request, self._read())
             return gone() if reply is None else Response(reply, media_type="application/json")
         finally:
-            self._answers.take(self._ticket.rest())
             self._close()
 
     async def _read(self) -> bytes:
@@ -151,6 +150,7 @@ class Exchange:
             return
         self._closed = True
         self._service.close(self._ticket)
+        self._answers.take(self._ticket.rest())
         self._account.close()
         used, report = self._account.usage(), self._account.report()
         miss = report["miss"]

@@ -10,6 +10,10 @@ import httpx
 import openai
 import pytest
 
+from pando.engine.answer import Answer
+from pando.engine.request import TokenEvent
+from pando.engine.sampler import Chosen
+
 from .clients import WAIT, ask, braked, client_of, counters, fetch, said, wait_for
 from .live import NAME, Live, live
 
@@ -162,3 +166,25 @@ def test_others_do_not_notice_who_leaves(server: Live, client: openai.OpenAI) ->
     assert answers[::2] == [alone] * 4
     server.settle()
     assert is_all_free(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_one_answer_fails_the_last_tokens_of_the_others_are_in_the_log(
+    server: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """They came with the one that failed, and there is no more of any."""
+    taken = Answer._taken
+
+    def fails(self: Answer, chosen: Chosen) -> TokenEvent:
+        if self.row.index == 1 and len(self.row.output) == 2:
+            raise RuntimeError("a fault")
+        return taken(self, chosen)
+
+    monkeypatch.setattr(Answer, "_taken", fails)
+    before, user = counters(server)["pando_generated_tokens_total"], f"three answers, {stream}"
+    asked = {"prompt": user, "max_tokens": 100, "n": 3, "ignore_eos": True, "seed": 1, "stream": stream, "user": user}
+    assert "no token could be chosen or told" in fetch(server, "/v1/completions", asked).text
+    have_left(server)
+    [line] = [line for line in map(json.loads, server.log.getvalue().splitlines()) if line.get("user") == user]
+    came = counters(server)["pando_generated_tokens_total"] - before
+    assert (line["outcome"], line["completion_tokens"]) == ("failed", came - 1), "all but what failed"
