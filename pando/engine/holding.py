@@ -77,7 +77,8 @@ class Holding:
             match = Match(self.tree.root(row.lineage.root))
         self.tree.pin(match.stem)
         shared = match.stem.end - row.at
-        missing = self.pages.needed(len(row.tokens) + 1) - shared // self.pages.page_size
+        room = min(len(row.tokens) + 1, row.last)  # nothing follows a scored prompt that fills the context
+        missing = self.pages.needed(room) - shared // self.pages.page_size
         if not self.free(missing, spare):
             self.tree.unpin(match.stem)
             return None
@@ -86,7 +87,7 @@ class Holding:
         row.settled = row.computed = shared
         if self.below is not None and match.tokens:
             self.below.rounded.look(row, match.page)  # before it may become one of the row's own
-        self.grow(row, len(row.tokens) + 1)
+        self.grow(row, room)
         return match
 
     def fill(self, row: Row, match: Match, limit: int, running: Iterable[Row]) -> list[Copy]:

@@ -21,7 +21,7 @@ import torch
 from pando.config import EngineConfig
 from pando.engine import llm as llm_
 from pando.engine.llm import LLM
-from pando.engine.request import SamplingParams
+from pando.engine.request import Request, SamplingParams
 from pando.errors import (
     BadModelFile,
     ForeignProcess,
@@ -397,6 +397,14 @@ def test_the_last_token_of_the_context_is_scored_as_in_a_forward_pass() -> None:
     tokens = ids(tiny_llm())
     expected = direct(tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
     assert tiny_llm(max_model_len=len(tokens)).score(tokens) == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_fills_the_context_is_scored_where_the_cache_holds_no_more_than_one() -> None:
+    """It waited for the room of an answer, for ever, and whoever came behind it, too."""
+    llm = tiny_llm(max_model_len=64, kv_cache_tokens=64)
+    llm.engine.add(Request("r", range(64), greedy(1), score=True))
+    [event] = [event for _ in range(9) for event in llm.engine.step()]
+    assert list(event.prompt_logprobs or ()) == pytest.approx(tiny_llm(max_model_len=64).score(range(64)), abs=1e-4)
 
 
 def test_a_text_is_scored_as_its_tokens() -> None:
