@@ -19,9 +19,9 @@ from .server.tenants import Tenants
 from .store.fileformat import VERSION, Header
 from .store.folder import Folder
 from .store.index import Entry
-from .store.keeper import end_parent
 from .store.redis_server import RedisServer
 from .store.remote import directory_of
+from .store.sought import end_parent
 from .store.tier import Lost, Shape, tenant_tag
 
 SHOWN = 12  # characters of a key; a command takes as few as LEAST

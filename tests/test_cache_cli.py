@@ -17,8 +17,8 @@ from pando.cache_cli import age_of, seconds, size_of
 from pando.errors import InvalidOption
 from pando.server.tenants import Tenants
 from pando.store.disk import DiskTier
-from pando.store.keeper import end_card, end_parent
 from pando.store.remote import remote_tier
+from pando.store.sought import end_card, end_parent
 from pando.store.tier import tenant_tag
 
 from .store.pages import SHAPE, card, chain, data, keys, layers, read

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..kv.segment import Key, Lineage, extend_keys, page_key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
-from ..store.keeper import Ended, Found, Offer, Sought, end_card, end_parent
+from ..store.sought import Ended, Found, Offer, Sought, end_card, end_parent
 from ..store.tier import Card
 from .imports import Want, wants
 from .rounded import Rounded

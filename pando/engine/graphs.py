@@ -90,15 +90,16 @@ class _Captured:
         self.logits = logits[: kind.told]
         self.lowering: Replaceable | None = None
         self.reads: Reads | None = None
+        self._refused: Reads | None = None  # the last: there may be many steps of one plan
         self.repeat: Repeat | None = None
 
     def takes(self, reads: Reads) -> bool:
         """Can its graph read this, too?"""
-        if reads is self.reads:
-            return True
+        if reads is self.reads or reads is self._refused:
+            return reads is self.reads
         self.reads = None  # half of a plan is none
         fits = self.lowering is not None and self.lowering.replace(reads, self.kind.tokens)
-        self.reads = reads if fits else None
+        self.reads, self._refused = (reads, None) if fits else (None, reads)
         return fits
 
     def fill(self, batch: Batch, scratch: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..kv.plan import Numbers, RowView
 from ..kv.segment import Key, Lineage, Placement, Segment, compact
 from ..kv.stem import Stem
-from ..store.keeper import Ended
+from ..store.sought import Ended
 from .imports import Import, Want
 from .request import Constraint, Miss, SamplingParams, Truncated
 

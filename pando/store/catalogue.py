@@ -7,8 +7,8 @@ from itertools import takewhile
 from ..kv.latest import Latest
 from ..kv.segment import Key, page_key, shared_length, worth_having
 from .facts import Counts
-from .keeper import Found, Part, Sought, end_parent
 from .ledger import Ledger
+from .sought import Found, Part, Sought, end_parent
 from .tier import Lost, Tier
 
 REMEMBERED = 2**16  # keys of pages that expired: to tell them from what was never there

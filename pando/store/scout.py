@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from ..kv.latest import Latest
 from ..kv.segment import Key
-from .keeper import Sought, end_parent
 from .ledger import Ledger
+from .sought import Sought, end_parent
 from .tier import Card, Lost, Reader, Tier
 from .worker import Worker
 

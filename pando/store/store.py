@@ -22,11 +22,11 @@ from .catalogue import Catalogue
 from .departures import Departure, Departures
 from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
-from .keeper import Found, Offer, Sought
 from .ledger import Ledger, Move, Page
 from .notes import Notes
 from .scout import Scout
 from .sharing import Sharing
+from .sought import Found, Offer, Sought
 from .speeds import Moved, Speeds
 from .tier import Card, Lost, Tags, Tier
 from .touches import Touches

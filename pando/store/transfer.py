@@ -20,8 +20,8 @@ from torch import Tensor
 from ..kv.segment import Key
 from .codec import Codec
 from .host import HostTier
-from .keeper import Part
 from .movers import Copy, Mover
+from .sought import Part
 from .speeds import Meter, Moved
 from .tier import Card, Lost, Reader, Shape, Tier
 

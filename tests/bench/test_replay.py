@@ -19,8 +19,8 @@ from pando.engine.scheduler import Scheduler
 from pando.errors import InvalidOption
 from pando.kv.segment import extend_keys
 from pando.kv.tree import PrefixTree
-from pando.store.keeper import Offer, Sought
 from pando.store.policy import POLICIES
+from pando.store.sought import Offer, Sought
 from pando.store.tier import Card
 
 # A page is 10 bytes, is computed in 10 seconds, comes from host memory in 1 and from disk in 5.

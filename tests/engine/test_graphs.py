@@ -120,6 +120,18 @@ def test_plans_that_come_in_turns_do_not_send_each_others_graphs_away(model: Mod
     assert captures[-1] == captures[2 * SEEN_WITH_PROMPTS] and graphs.replays > 20
 
 
+def test_a_plan_that_a_graph_has_no_room_for_is_offered_to_it_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time a plan is cut, which takes longer than much of a step. Whoever decodes within its page keeps its plan."""
+    engine, offered = tiny_engine(model, page_size=16, max_num_seqs=4), list[int]()
+    graphs = captured(engine)
+    run(engine, [Request(f"before {i}", prompt(i, 3), greedy(3)) for i in range(4)])
+    monkeypatch.setattr(Slow, "replace", lambda self, reads, count: offered.append(id(reads)) or False)
+    engine.add(Request("r", prompt(9, 3), greedy(10)))
+    while engine.has_work:
+        engine.step()
+    assert graphs.captures == 2 and len(offered) == len(set(offered)) <= 2
+
+
 def test_fewer_rows_go_through_what_was_captured_for_more_until_they_come_often(model: Model) -> None:
     engine = tiny_engine(model, max_num_seqs=16)
     graphs = captured(engine)

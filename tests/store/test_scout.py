@@ -2,10 +2,10 @@ import time
 from collections.abc import Sequence
 
 from pando.kv.segment import Key
-from pando.store.keeper import Sought
 from pando.store.ledger import Ledger
 from pando.store.policy import LRU
 from pando.store.scout import Scout
+from pando.store.sought import Sought
 from pando.store.tier import Card
 
 from .pages import ROOT, TENANT, card
