@@ -27,7 +27,7 @@ class Ahead:
     def __init__(self, rows: Sequence[Sequence[Row]], copied: int) -> None:
         self._from, self._copied = rows, copied
         self._rows: list[Row] | None = None  # made when somebody asks
-        self._found: dict[int, dict[tuple[bytes, int], list[Row]]] = {}  # by how many tokens that are, by the first and the last of them
+        self._found: dict[int, dict[tuple[bytes, bytes], list[Row]]] = {}  # by how many tokens that are, by the first and last few of them
 
     def like(self, row: Row) -> list[Row]:
         """Those that a row may have to wait for, and hardly any others."""
@@ -42,7 +42,7 @@ class Ahead:
         start, found = row.tokens[: self._copied].tobytes(), list[Row]()
         for least, some in self._found.items():
             if least <= most:
-                found += some.get((start, row.tokens[least - 1]), ())
+                found += some.get((start, row.tokens[least - self._copied : least].tobytes()), ())
         return found
 
     def add(self, row: Row) -> None:
@@ -50,7 +50,7 @@ class Ahead:
             return
         self._rows.append(row)
         if (least := max(there(row) + 1, self._copied)) <= len(row.tokens):
-            name = row.tokens[: self._copied].tobytes(), row.tokens[least - 1]
+            name = row.tokens[: self._copied].tobytes(), row.tokens[least - self._copied : least].tobytes()
             self._found.setdefault(least, {}).setdefault(name, []).append(row)
 
 
@@ -279,9 +279,8 @@ class Holding:
         own, best, size = row.tokens[row.settled : limit], (0, 0), self.pages.page_size
         for other in running if own else ():
             count = other.computed - other.settled
-            if count > 0 and count >= best[0] and other.stem is row.stem and other.lineage == row.lineage and other.load is None:
-                its = other.tokens[other.settled : other.computed]
-                same = count if own[:count] == its else shared_length(own, its)
-                if same >= min(self._copied, len(own), count):
-                    best = max(best, (same, other.pages[other.settled // size]))
+            if count > best[0] and other.stem is row.stem and other.load is None:
+                more, first = max(best[0] + 1, min(self._copied, len(own), count)), other.settled
+                if own[:more] == other.tokens[first : first + more] and other.lineage == row.lineage:  # hardly any has more than the best
+                    best = shared_length(own, other.tokens[first : other.computed]), other.pages[first // size]
         return best
