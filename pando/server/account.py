@@ -79,9 +79,7 @@ class Account:
         return usage(self._asked(), told, self._cached(), modules, self._kind())
 
     def report(self) -> PandoReport:
-        prompts, cached = self._ticket.asked.prompts, self._cached()
-        missed = [(prompts[place], reuse) for place, reuse in sorted(self.reuse.items()) if reuse.miss is not None]
-        first = self._ticket.first
+        cached = self._cached()
         sources = [_sources(reuse, 0) for reuse in self.reuse.values()]
         came = {source: sum(each[source] for each in sources) for source in get_args(Source)}
         return {
@@ -89,12 +87,20 @@ class Account:
             "tokens": {**came, "computed": self._asked() - cached},  # type: ignore[typeddict-item]  # every source has its key
             "repaired": sum(reuse.repaired for reuse in self.reuse.values()),
             "truncated": _truncated([reuse.truncated for reuse in self.reuse.values() if reuse.truncated is not None]),
-            "miss": _miss(*missed[0]) if missed else None,
-            "time_to_first_token_ms": None if first is None else round((first - self._ticket.arrived) * 1e3, 3),
+            "miss": self.miss(),
+            "time_to_first_token_ms": self.first_token_ms(),
             "queue_ms": round(self._waited * 1e3, 3),
             "session_id": self._session,
             "pin": self.pin,
         }
+
+    def miss(self) -> MissReport | None:
+        missed = (place for place, reuse in sorted(self.reuse.items()) if reuse.miss is not None)
+        place = next(missed, None)
+        return None if place is None else _miss(self._ticket.asked.prompts[place], self.reuse[place])
+
+    def first_token_ms(self) -> float | None:
+        return None if self._ticket.first is None else round((self._ticket.first - self._ticket.arrived) * 1e3, 3)
 
     def _cached(self) -> int:
         return sum(reuse.device for reuse in self.reuse.values())

@@ -173,7 +173,7 @@ class _Routes:
             ttl=body.ttl,
             span=self.tracing.request(operation, service.name, name, request.headers),
             journal=self.journal,
-            about={"request_id": name, "path": request.url.path, "stream": body.stream, "n": body.n, "user": body.user},
+            about={"request_id": name, "path": request.scope["path"], "stream": body.stream, "n": body.n, "user": body.user},
         )
         return exchange.stream() if body.stream else await exchange.whole(request)
 

@@ -152,8 +152,7 @@ class Exchange:
         self._service.close(self._ticket)
         self._answers.take(self._ticket.rest())
         self._account.close()
-        used, report = self._account.usage(), self._account.report()
-        miss = report["miss"]
+        used, miss = self._account.usage(), self._account.miss()
         outcome = self._ticket.outcome
         self._span.end(
             input_tokens=used["prompt_tokens"],
@@ -171,7 +170,7 @@ class Exchange:
             completion_tokens=used["completion_tokens"],
             miss=miss["reason"] if miss else None,
             drift=miss["drift"] if miss else None,
-            first_token_ms=report["time_to_first_token_ms"],
+            first_token_ms=self._account.first_token_ms(),
             seconds=round(time.perf_counter() - self._ticket.arrived, 3),
             session=self._session,
             prompt=self._ticket.asked.prompts[0].text,

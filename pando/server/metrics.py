@@ -131,7 +131,8 @@ class Metrics:
     def prompt(self, tokens: Mapping[Source, int], miss: MissReason | None = None) -> None:
         """Where the tokens of one prompt came from, and why no more of them were reused."""
         for source, count in tokens.items():
-            self._prompt.labels(source).inc(count)
+            if count:
+                self._prompt.labels(source).inc(count)
         if any(count for source, count in tokens.items() if source != "computed"):
             self._hits.inc()
         if miss is not None:
