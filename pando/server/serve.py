@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..config import EngineConfig, ServerConfig
+from ..engine.tiers import YOUNG
 from ..errors import InvalidOption
 from ..model.load import Model
 from .app import make_app
@@ -82,6 +83,7 @@ def _keep_what_is_loaded() -> None:
     """Looking through it for garbage, again and again, would hold up every thread."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(max(YOUNG, gc.get_threshold()[0]), *gc.get_threshold()[1:])  # nor at what a few requests have just made
 
 
 def _leave(code: int) -> NoReturn:
