@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidSampling, PandoError, UnsupportedModel
+from ..kv.latest import Latest
 from ..model.tokenizer import Tokenizer
 from .patterns import check_patterns
 from .request import Constraint, StructuredOutputsParams
@@ -39,7 +39,7 @@ class Grammars:
         self._ends = _bits(self._eos, vocab_size)
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled = Latest[str, "LLMatcher"](MAX_COMPILED)
 
     def json_object(self) -> Callable[[], Constraint]:
         return self.json_schema({"type": "object"})
@@ -85,8 +85,6 @@ class Grammars:
             raise _refusal(kind, fault)
         with self._lock:
             self._compiled[grammar] = compiled
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
         return compiled
 
 

@@ -3,11 +3,11 @@
 What sessions say is remembered here, of the latest, and where there is a disk, beside its pages: there it outlives the process.
 """
 
-from collections import OrderedDict
 from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
+from ..kv.latest import Latest
 from ..store.tier import tenant_tag
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Overflow:
 
     def __init__(self, default: Choice, notes: "Notes | None" = None) -> None:
         self._default, self._notes = default, notes
-        self._sessions: OrderedDict[tuple[bytes, str], Choice] = OrderedDict()
+        self._sessions = Latest[tuple[bytes, str], Choice](MAX_SESSIONS)
         self._lock = Lock()
 
     def allows(self, asked: Choice | None, salt: bytes, session: str | None) -> bool:
@@ -43,8 +43,6 @@ class Overflow:
         with self._lock:
             self._sessions[salt, session] = choice
             self._sessions.move_to_end((salt, session))
-            while len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
         if self._notes is not None:
             key = _key(salt, session)
             self._notes.keep(key, tenant_tag(salt), _sealed(key, choice))

@@ -2,6 +2,7 @@
 
 import argparse
 import heapq
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import Request
+from ..report import spread
 from ..trial import drawn, greedy
 from .report import number, percent
 from .setting import Setting
@@ -25,6 +27,7 @@ SYSTEM = 1000  # tokens of the prompt that all of them have in common
 SAID, ANSWERED = (20, 50, 120, 300, 600), (40, 100, 200, 300)  # tokens of a turn, one as likely as the other
 LONGEST = 7000  # tokens of a conversation; then another begins
 IDLE = 0.0005  # seconds
+SHARES = ("50", "90", "99", "100")  # percent
 SPANS = 5  # of the time, each told apart: what comes first is not yet captured
 HEADS = ("until s", "rows", "tok/s", "first ms", "90 %", "next ms", "90 %", "99 %", "longest", "captured %")
 
@@ -40,25 +43,27 @@ class Span:
     following: list[float] = field(default_factory=list)
     captured: int = 0  # steps that were repeated from a graph
 
+    @property
+    def tokens_per_second(self) -> float:
+        return (len(self.first) + len(self.following)) / self.length
+
     def cells(self) -> Sequence[str]:
-        first = [1e3 * at(self.first, share) for share in (0.5, 0.9)]
-        following = [1e3 * at(self.following, share) for share in (0.5, 0.9, 0.99, 1.0)]
-        told = number((len(self.first) + len(self.following)) / self.length)
-        facts = (number(self.end), number(fmean(self.rows or [0])), told, *map(number, first), *map(number, following))
-        return (*facts, percent(self.captured / max(1, len(self.rows))))
+        ms = (*_ms(self.first)[:2], *_ms(self.following))
+        facts = (self.end, fmean(self.rows or [0]), self.tokens_per_second, *ms)
+        return (*map(number, facts), percent(self.captured / max(1, len(self.rows))))
 
     def as_json(self) -> dict[str, Any]:
         return {
             "until": self.end, "steps": len(self.rows), "rows": fmean(self.rows or [0]), "captured": self.captured,
-            "first_ms": {f"{100 * share:g}": 1e3 * at(self.first, share) for share in (0.5, 0.9, 0.99, 1.0)},
-            "next_ms": {f"{100 * share:g}": 1e3 * at(self.following, share) for share in (0.5, 0.9, 0.99, 1.0)},
-            "tokens_per_second": (len(self.first) + len(self.following)) / self.length,
+            "first_ms": dict(zip(SHARES, _ms(self.first), strict=True)), "next_ms": dict(zip(SHARES, _ms(self.following), strict=True)),
+            "tokens_per_second": self.tokens_per_second,
         }  # fmt: skip
 
 
-def at(seconds: Sequence[float], share: float) -> float:
-    """What so large a share of them stay below or reach."""
-    return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else 0.0
+def _ms(seconds: Sequence[float]) -> list[float | None]:
+    """What so large shares of them stay below, where there are any."""
+    found = spread(seconds)
+    return [None] * len(SHARES) if found is None else [1e3 * value for value in (found.p50, found.p90, found.p99, found.largest)]
 
 
 @dataclass
@@ -119,6 +124,6 @@ def _watch(setting: Setting, arguments: argparse.Namespace, engine: Engine) -> N
 
 
 def draw(axis: "Axes", found: Sequence[Span]) -> None:
-    for share in (0.5, 0.9, 0.99):
-        axis.plot([span.end for span in found], [1e3 * at(span.following, share) for span in found], marker="o", label=f"{100 * share:g} %")
+    for share, ms in list(zip(SHARES, zip(*(_ms(span.following) for span in found), strict=True), strict=True))[:3]:
+        axis.plot([span.end for span in found], [math.nan if value is None else value for value in ms], marker="o", label=f"{share} %")
     axis.set(xlabel="seconds", ylabel="ms from one token to the next", ylim=(0, None))
