@@ -93,12 +93,12 @@ class Engine:
         self._whole, self._settled = Whole(self._begin_again, self._drop_cancelled), 0.0
         self._cancelled, self._events = list[str](), deque[TokenEvent]()  # requests; and what nobody has heard of yet
 
-    def warm_up(self) -> None:
-        """Hardly anything is compiled any more when requests come."""
+    def warm_up(self, *, capture: bool = True) -> None:
+        """Hardly anything is compiled any more when requests come, nor captured."""
         if self.batcher.lower is not None:
             warm_up(self.model, self.pages.page_size)
             if self.graphs is not None:
-                self.graphs.warm_up()
+                self.graphs.warm_up(self.scheduler.max_rows if capture else 0, self.scheduler.budget)
 
     def tend(self) -> float | None:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""

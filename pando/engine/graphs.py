@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.launch import power_of_two
-from ..kernels.reads import Reads
+from ..kernels.reads import Reads, joined
 from ..kernels.staging import Staged
 from ..kv.pool import PagePool
 from ..model.decoder import Decoder, Step
@@ -38,6 +40,10 @@ SEEN = 2  # times that a kind of step is met before it is captured
 SEEN_WITH_PROMPTS = 4  # the same where prompts are computed: it may never come again
 SEEN_BY_OTHERS = 50  # the same while graphs of other kinds can do it: those take a little longer, and a capture as long as ten steps
 TRIES = 3  # graphs of other kinds that a step is offered to: whether one has room is known when a plan is cut for it
+WARM = tuple(1 << power for power in range(SIZES[-1].bit_length()))  # tokens of steps that are captured before any comes,
+WARM_SHARES = (1, 2, 16)  # of which so large a part decodes, and the rest is a prompt,
+WARM_PROMPT = 16  # but for those of fewer tokens
+WARM_CONTEXT = 4096  # tokens that each of their rows sees, half of them in common
 SCARCE = 3  # times that graphs find no memory, or leave none, after which no more are captured: it would be so again
 
 _one_at_a_time = threading.Lock()  # captures of several engines in one process: whoever waits for the device breaks those under way
@@ -143,8 +149,9 @@ class Graphs:
         self._failures = 0
         self.captures = self.replays = 0
 
-    def forward(self, batch: Batch, *, layered: bool = False) -> Tensor | None:
-        """The logits of a step, if it is of a kind that was met before and is small enough; then `likeliest` is known, too."""
+    def forward(self, batch: Batch, *, layered: bool = False, capture: bool = False) -> Tensor | None:
+        """The logits of a step, if it is of a kind that was met before, or to be captured at once, and is small enough; then `likeliest` is
+        known, too."""
         count, self.likeliest = len(batch.tokens), None
         if self._broken or not count or count > SIZES[-1]:
             return None
@@ -153,7 +160,7 @@ class Graphs:
         decodes = len(batch.wanted) == count
         kind = Kind(_rounded(count, SIZES), None if decodes else _rounded(len(batch.wanted), WANTED), self._kind, layered)
         try:
-            found = self._run(kind, batch)
+            found = self._capture_anew(kind, batch, None) if capture else self._run(kind, batch)
         except RuntimeError as error:  # no memory, or a driver that cannot; but that one would never have captured any
             self._fail(" ".join(str(error).split())[:300])
             return None
@@ -164,10 +171,43 @@ class Graphs:
         self.likeliest = tokens[:wanted], told[:wanted]
         return logits[:wanted]
 
-    def warm_up(self) -> None:
-        """What finds the likeliest tokens is compiled: for one row, and for several, whose answers are aligned otherwise."""
-        for rows in (1, 2):
-            self._find(self._logits.new_zeros(rows, self._logits.shape[1]))
+    @torch.inference_mode()
+    def warm_up(self, rows: int, tokens: int) -> None:
+        """What finds the likeliest tokens is compiled: for one row, and for several, whose answers are aligned otherwise. Steps of up to so
+        many rows and tokens are captured: those that come first need not be done one launch after the other."""
+        for count in (1, 2):
+            self._find(self._logits.new_zeros(count, self._logits.shape[1]))
+        if not rows:
+            return
+        steps = {
+            (min(size // share, rows, tokens), min(size, tokens)): None
+            for size, share in product(WARM, WARM_SHARES)
+            if share == 1 or size >= WARM_PROMPT
+        }
+        self._logits = self._logits.new_empty(power_of_two(max(decoding for decoding, _ in steps)), self._logits.shape[1])
+        for decoding, count in steps:
+            if not self._failures:  # those that come are captured anyway, if there is memory for them alone
+                self.forward(self._imagined(decoding, count), capture=True)
+        log.info(
+            "captured %d kinds of steps, of up to %d tokens", len(self._captured), max((kind.tokens for kind in self._captured), default=0)
+        )
+
+    def _imagined(self, rows: int, count: int) -> Batch:
+        """A step of so many rows that decode and a prompt of the other tokens. Its every page is the one that nobody reads."""
+        size, half, where = self._pool.page_size, min(WARM_CONTEXT, self._decoder.config.max_positions) // 2, np.arange(count)
+
+        def read(tokens: int, first: int, queries: Sequence[int]) -> tuple[list[int], int, int, Sequence[int], list[int]]:
+            return [self._pool.scratch // size] * -(-tokens // size), tokens, first, queries, [0] * len(queries)
+
+        own = [read(half, half, (row,)) for row in range(rows)]
+        own += [read(count - rows, half, range(rows, count))] if count > rows else []
+        return Batch(
+            tokens=np.zeros_like(where),
+            positions=half + np.where(where < rows, half - 1, (where - rows) % half),
+            slots=np.full_like(where, self._pool.scratch),
+            wanted=where[:rows],
+            reads=joined(size, [read(half, 0, range(count)), *own]),
+        )
 
     def let_go(self) -> bool:
         """There is no memory for a step. Graphs keep theirs, of all kinds of steps that ever came: gives it back, and says whether there

@@ -142,6 +142,38 @@ def test_fewer_rows_go_through_what_was_captured_for_more_until_they_come_often(
     assert graphs.captures == 2 and engine.steps - graphs.replays - graphs.captures <= 3, "two with prompts, and the first of all rows"
 
 
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_steps_that_come_first_were_captured_before(positions: str) -> None:
+    """However many rows and prompts there are: nobody waits for steps that are done one launch after the other, or for a capture."""
+    model, options = tiny_model(positions=positions), {"max_num_seqs": 12, "max_num_batched_tokens": 100, "prefix_caching": False}
+    engine = tiny_engine(model, **options)
+    graphs = captured(engine)
+    engine.warm_up()
+    ready = graphs.captures
+    asked = [Request(str(i), prompt(i, 3 + 17 * i), greedy(3 + 2 * i)) for i in range(15)]
+    found, plain = (run(each, asked) for each in (engine, tiny_engine(model, **options)))
+    assert {name: [e.token for e in found[name]] for name in found} == {name: [e.token for e in plain[name]] for name in plain}
+    assert graphs.captures == ready > 0 and graphs.replays == engine.steps
+
+
+def test_where_there_is_no_memory_to_capture_much_before_it_is_captured_when_it_comes(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(model)
+    graphs, plain = captured(engine), tiny_engine(model)
+
+    def capture(work: Callable[[], Any], layered: bool) -> Callable[[], Any]:
+        if len(graphs._captured) == 3:
+            raise torch.OutOfMemoryError("no room for a fourth one")
+        return work
+
+    graphs._capture = capture
+    engine.warm_up()
+    assert not graphs._captured and "captured anew when they come again" in caplog.text
+    found, expected = (run(each, [Request("r", prompt(1, 20), greedy(20))])["r", 0] for each in (engine, plain))
+    assert [event.token for event in found] == [event.token for event in expected] and graphs.replays > 10
+
+
 def test_a_graph_goes_only_when_the_one_that_takes_its_place_is_there(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slow, "replace", lambda *_: False)
     engine = tiny_engine(model)

@@ -86,6 +86,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
 
 
 def _watch(setting: Setting, arguments: argparse.Namespace, engine: Engine) -> None:
+    engine.warm_up()  # as a server does
     dice, words, graphs = Random(f"{setting.seed} turns"), range(engine.model.config.vocab_size), engine.graphs
     system, length = drawn(engine.model, f"{setting.seed} system", SYSTEM), arguments.chat_seconds / SPANS
     spans = [Span((place + 1) * length, length) for place in range(SPANS)]

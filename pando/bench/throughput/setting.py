@@ -131,7 +131,7 @@ class Setting:
 
 def _ready(model: Model, config: EngineConfig) -> Engine:
     engine = Engine(model, config)
-    engine.warm_up()
+    engine.warm_up(capture=False)  # whatever lasts has graphs of its own
     gc.freeze()  # as a server does
     return engine
 
