@@ -30,7 +30,7 @@ GIB, HOUR = 2**30, 3600
 GPU_PRICE, HOST_PRICE, DISK_PRICE = 5.0, 0.0088, 0.000082  # dollars for an hour of a GPU, of a GB; section 4.2
 WINDOW = 4096  # tokens of LLaMA-13B's context, and of what an engine is asked of generated conversations
 MACHINES = {
-    # 40 layers of 5,120 values in 2 bytes, K and V. The rates follow from figures 14, 16 and 25: docs/benchmarks.md. The pool is nine
+    # 40 layers of 5,120 values in 2 bytes, K and V. The rates follow from figures 14, 16 and 25: docs/bench-store.md. The pool is nine
     # tenths of the memory, less the weights.
     "llama-13b": Machine(kv_bytes=819_200, prefill_rate=2100, step=0.027, batch=24, gpus=2, pool=144_000),
     # 80 layers of 8 heads of 128. Section 2.4 has 2K tokens of a 65B model in 360 ms; the step is assumed.
