@@ -179,9 +179,12 @@ def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, no
         for entry in found:
             ends = [one for one in by_name.values() if (one.shape, one.parent) == (entry.shape, entry.key) and one.tokens < entry.tokens]
             chosen |= {(one.shape, one.key): one for one in (*_back(entry, by_name), *ends)}
-    folder.pin(chosen, arguments.action == "pin")
-    size = sum(entry.size for entry in chosen.values())
-    return _done(folder, f"{arguments.action}ned {pages_of(len(chosen))}, {size_of(size)}", {"pages": len(chosen), "bytes": size})
+    pinned = arguments.action == "pin"
+    folder.pin(chosen, pinned)
+    changed = [entry for entry in chosen.values() if pinned or entry.pinned]
+    size = sum(entry.size for entry in changed)
+    said = f"{arguments.action}ned {pages_of(len(changed))}, {size_of(size)}" if changed else "none of these pages was pinned"
+    return _done(folder, said, {"pages": len(changed), "bytes": size})
 
 
 # ---- a server that speaks Redis' protocol

@@ -315,6 +315,15 @@ def test_a_conversation_is_pinned_to_its_beginning(disk, pando, told):
     assert "pinned" in pando("ls", "--pages")[1]
 
 
+def test_what_was_not_pinned_is_not_said_to_be_unpinned(disk, pando, told):
+    cards = chain(3)
+    save(disk, *cards)
+    assert pando("unpin", cards[0].key.hex())[:2] == (0, "none of these pages was pinned\n")
+    pando("pin", cards[1].key.hex())
+    assert told("unpin", cards[2].key.hex())["pages"] == 2, "the third was not"
+    assert told("unpin", cards[2].key.hex())["pages"] == 0
+
+
 @pytest.mark.parametrize("given", ["the end", "the page before it"])
 def test_a_conversation_is_pinned_with_its_unfilled_end_whichever_of_them_is_given(disk, pando, told, given):
     cards, other = chain(3), chain(2, 100)
