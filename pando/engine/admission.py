@@ -20,6 +20,7 @@ from .truncation import Cut
 
 MANY_OWNERS = 4096  # from which on they are looked through
 PUBLIC = Tenant(b"\xffpublic", b"public")  # what belongs to everyone; no text is its salt
+TRUNCATING = ', or ask for truncation="auto", which drops its oldest part'
 TEMPLATES = 64  # of modules that stand before the words of prompts, for which is remembered what to look for
 
 
@@ -50,7 +51,8 @@ class Admission:
         ends = bool(before) and before[-1].end > at
         self.check_runs(before)
         alone = request.score and params.max_tokens == 1  # the one token behind a prompt that is scored is not computed
-        self.check_prompt(own, at + len(own), whole=bool(before) or request.score or cut is not None, room=0 if alone else 1)
+        whole = bool(before) or request.score or cut is not None  # no part of it can be dropped
+        self.check_prompt(own, at + len(own), whole=whole, room=0 if alone else 1)
         prompt = compact(())
         for run in before:
             prompt.frombytes(run.packed)
@@ -58,7 +60,7 @@ class Admission:
         prompt[imported:] = compact(own)
         check(params, self._model.config.vocab_size)
         may_be_cut = cut is not None or request.truncation is not None
-        last = self.last(own, params.max_tokens, at, self.pages_of(before), is_cut=may_be_cut and not before)
+        last = self.last(own, params.max_tokens, at, self.pages_of(before), is_cut=may_be_cut and not before, whole=whole)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         lineage = self.lineage(request.tenant, request.public)
         tenant = lineage.owner
@@ -196,13 +198,13 @@ class Admission:
         """`whole`: no part of it can be dropped. `room`: tokens that must fit behind it."""
         self.check_tokens(prompt)
         if length + room > self._max_len:
-            way = "" if whole else ', or ask for truncation="auto", which drops its oldest part'
+            way = "" if whole else TRUNCATING
             raise PromptTooLong(
                 f"the prompt has {length} tokens and the context holds {self._max_len}{', one of them for the answer' if room else ''}; "
                 f"shorten the prompt by {length + room - self._max_len} tokens{way}"
             )
 
-    def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int, *, is_cut: bool = False) -> int:
+    def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int, *, is_cut: bool = False, whole: bool = True) -> int:
         """How long prompt and answer may become together, from a position on and beside so many pages of what stands before. `is_cut`: or
         may be, so that they fit, and as with the context, an answer may then be shorter than it was asked for."""
         slots = (self._pages.count - taken) * self._pages.page_size
@@ -211,7 +213,8 @@ class Admission:
         if (max_tokens is None or is_cut) and len(prompt) < slots:
             return min(last, slots)
         if last > slots:
-            needed, way = last + taken * self._pages.page_size, "lower max_tokens" if len(prompt) < slots else "shorten the prompt"
+            needed = last + taken * self._pages.page_size
+            way = "lower max_tokens" if len(prompt) < slots else "shorten the prompt" + ("" if whole else TRUNCATING)
             raise PoolTooSmall(
                 f"the request may need {needed} tokens of KV cache and the pool has {self._pages.count * self._pages.page_size}; "
                 f"raise kv_cache_tokens to at least {needed}, or {way}"

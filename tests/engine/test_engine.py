@@ -14,7 +14,7 @@ from pando.engine import admission, scores
 from pando.engine.admission import PUBLIC
 from pando.engine.engine import Engine
 from pando.engine.facts import StepFacts
-from pando.engine.request import Miss, Request, SamplingParams, Tenant, TokenEvent
+from pando.engine.request import Miss, Request, SamplingParams, Tenant, TokenEvent, Truncation
 from pando.engine.row import Schedule
 from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampling, PoolTooSmall, PromptTooLong, QuotaExceeded
 from pando.model.decoder import Decoder, Step
@@ -625,6 +625,16 @@ def test_a_prompt_that_fills_the_pool_is_refused_whatever_its_answer_may_be() ->
     engine = tiny_engine(kv_cache_tokens=40)
     with pytest.raises(PoolTooSmall, match="or shorten the prompt"):
         engine.add(Request("r", TRUNK, SamplingParams(max_tokens=None)))
+
+
+def test_a_prompt_that_fills_the_pool_is_refused_with_the_word_of_truncation_where_that_helps() -> None:
+    engine, asked = tiny_engine(kv_cache_tokens=40), Request("r", TRUNK, SamplingParams(max_tokens=4, temperature=0))
+    with pytest.raises(PoolTooSmall, match=r'shorten the prompt, or ask for truncation="auto", which drops its oldest part$'):
+        engine.add(asked)
+    with pytest.raises(PoolTooSmall, match=r"or shorten the prompt$"):  # what is scored is not cut
+        engine.add(replace(asked, score=True))
+    engine.add(replace(asked, truncation=Truncation()))
+    assert engine.has_work
 
 
 def test_a_context_larger_than_the_model_was_made_for_is_refused() -> None:
