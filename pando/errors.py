@@ -11,6 +11,7 @@
     │   │   └── SchemaExists       the name is in use by a schema of other content
     │   ├── InvalidSampling      sampling values that mean nothing
     │   ├── InvalidOption        an engine or command-line option that cannot work
+    │   ├── Closed               an LLM that was closed
     │   ├── ForeignProcess       an LLM of the process that this one was forked from
     │   ├── PoolTooSmall         one request needs more pages than there are
     │   └── QuotaExceeded        more would be pinned than may be
@@ -75,6 +76,10 @@ class InvalidSampling(InputError):
 
 
 class InvalidOption(InputError):
+    pass
+
+
+class Closed(InputError):
     pass
 
 

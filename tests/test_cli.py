@@ -177,6 +177,7 @@ def test_the_oldest_part_of_a_long_prompt_is_dropped_if_that_is_asked_for(llm, o
 def test_what_was_dropped_is_told(capsys, monkeypatch):
     real = tiny_llm(max_model_len=64)
     monkeypatch.setattr(cli, "make_llm", lambda config: real)
+    monkeypatch.setattr(real, "close", lambda: None)  # several commands use it
     assert cli.main(["run", "--raw", "--max-tokens", "4", "a b c " * 40]) == 2
     assert "truncation" in capsys.readouterr().err
     assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "a b c " * 40]) == 0

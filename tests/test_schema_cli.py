@@ -50,6 +50,7 @@ def model(tiny_gguf, tmp_path) -> str:
 def llm(monkeypatch):
     made = tiny_llm()
     monkeypatch.setattr(cli, "make_llm", lambda config: made)
+    monkeypatch.setattr(made, "close", lambda: None)  # several commands use it
     return made
 
 

@@ -54,6 +54,8 @@ def plain(prompt: str | Sequence[int] | Mapping[str, Any]) -> str | list[int]:
     given: Any = prompt
     if isinstance(prompt, Mapping):
         given = prompt.get("prompt_token_ids")
+        if isinstance(given, str):
+            raise InvalidPrompt("'prompt_token_ids' is text; give a list of tokens, or the text as 'prompt'")
         given = prompt.get("prompt") if given is None else given
         if given is None:
             raise InvalidPrompt(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids'; found {sorted(map(str, prompt))}")

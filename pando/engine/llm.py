@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import Attention, CodecName, Device, DType, EngineConfig, KVDType, PolicyName, Quantization
-from ..errors import InvalidOption
+from ..errors import Closed, InvalidOption
 from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from ..model.load import Model, load
@@ -119,11 +119,14 @@ class LLM:
         self.schemas = Schemas(self.engine, encoder=self._make)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
         self._heard: deque[TokenEvent] = deque()  # and not handed over yet
+        self._closed = False
 
     def close(self) -> None:
-        """Lets what is on its way to disk arrive there. Needed only where a disk or a remote tier is in use."""
+        """Lets what is on its way to disk arrive there. Needed only where a disk or a remote tier is in use. Nothing is answered any more,
+        and a stream that has not ended raises Closed."""
         if self._lock.is_ours:  # what a process was forked from closes it
             with self._lock:
+                self._closed = True
                 self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -263,6 +266,7 @@ class LLM:
     def _open(self, requests: Sequence[Request]) -> deque[TokenEvent]:
         inbox: deque[TokenEvent] = deque()
         with self._lock:
+            self._check_open()
             for request in requests:
                 self.engine.add(request)
                 self._inboxes[request.request_id] = inbox
@@ -276,7 +280,12 @@ class LLM:
                     self._step()
         return inbox.popleft()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this LLM was closed, and answers no more; make another, or close it when everything is answered")
+
     def _step(self) -> None:
+        self._check_open()
         self._heard.extend(self.engine.step())
         while self._heard:  # if it is cut short (Ctrl-C), whoever steps next hands over the rest
             self._inboxes.get(self._heard[0].request_id, _NOBODYS).append(self._heard.popleft())

@@ -71,6 +71,11 @@ class SamplingParams:
     logprobs: int | None = None  # that many alternatives beside the chosen token
     skip_special_tokens: bool = True
 
+    def __new__(cls, *_: object, **given: object) -> "SamplingParams":
+        if "structured_outputs" in given:  # where vLLM has it
+            raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_N)
         _real("temperature", self.temperature, 0, 100)

@@ -75,10 +75,15 @@ def _wrong_part(content: Any) -> tuple[int, str] | None:
     return None
 
 
+def role_of(role: str) -> str:
+    """As templates know it: OpenAI has a newer word for the system."""
+    return "system" if role == "developer" else role
+
+
 def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """With one text as its content, empty where it only calls tools, since many templates add it to others; and with the arguments of its
     calls as objects, which templates write as JSON themselves; clients send them as JSON text."""
-    message = {**message, "content": _joined(message.get("content")) or ""}
+    message = {**message, "role": role_of(message["role"]), "content": _joined(message.get("content")) or ""}
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         return message

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from ..model.chat import parsed
+from ..model.chat import parsed, role_of
 from .limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Name, Plain, Schema, Text, one_of
 
 
@@ -55,7 +55,7 @@ class Message(Body):
     def plain(self) -> Plain:
         """As a chat template takes it: one string of content, which may be empty, and no key without a value."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        plain: Plain = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        plain: Plain = {"role": role_of(self.role), "content": text}
         if self.name is not None:
             plain["name"] = self.name
         if self.tool_calls:

@@ -24,6 +24,7 @@ from pando.engine.llm import LLM
 from pando.engine.request import Request, SamplingParams
 from pando.errors import (
     BadModelFile,
+    Closed,
     ForeignProcess,
     InputError,
     InvalidOption,
@@ -149,6 +150,14 @@ def test_none_in_a_mapping_is_the_same_as_leaving_it_out() -> None:
     assert both.prompt_token_ids == alone.prompt_token_ids
 
 
+@pytest.mark.parametrize("ask", ["generate", "stream", "score"])
+def test_text_that_is_called_tokens_is_refused_with_where_it_goes(ask: str) -> None:
+    llm = tiny_llm()
+    with pytest.raises(InvalidPrompt, match="'prompt_token_ids' is text; give a list of tokens, or the text as 'prompt'"):
+        getattr(llm, ask)({"prompt_token_ids": "Hello"})
+    assert at_rest(llm)
+
+
 @pytest.mark.parametrize("prompt", [{}, {"text": "x"}, {"prompt": 5}, {"prompt_token_ids": 5}, {"prompt_token_ids": [VOCAB]}])
 def test_a_mapping_that_names_no_prompt_is_refused(prompt: Any) -> None:
     llm = tiny_llm()
@@ -195,6 +204,23 @@ def test_an_answer_says_why_it_ended() -> None:
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", third)
     [ended] = llm.generate(HELLO, SamplingParams(temperature=0, logit_bias={END: 100.0}))
     assert (ended.outputs[0].text, ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == ("", [END], "stop")
+
+
+def test_what_was_closed_answers_no_more_and_says_so() -> None:
+    with tiny_llm() as llm:
+        talk, stream = [{"role": "user", "content": "hi"}], llm.stream(HELLO, greedy(8))
+        next(stream)
+    for ask in (
+        lambda: next(stream),
+        lambda: llm.generate("hi"),
+        lambda: llm.chat(talk),
+        lambda: llm.stream("hi"),
+        lambda: llm.score(HELLO),
+    ):
+        with pytest.raises(Closed, match="was closed"):
+            ask()
+    llm.close()  # a second time does no harm
+    assert at_rest(llm)
 
 
 def test_a_stop_string_ends_the_text_before_itself() -> None:
@@ -268,6 +294,12 @@ def test_the_salt_of_the_options_is_part_of_every_key() -> None:
 
 
 # ---- conversations
+
+
+def test_a_developer_is_the_system_for_the_template_as_on_the_server() -> None:
+    talk = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    [output] = tiny_llm().chat(talk, greedy(2))
+    assert output.prompt == "system: Be brief.\nuser: hi\nassistant: "
 
 
 def test_a_conversation_is_answered_through_the_template() -> None:

@@ -96,6 +96,11 @@ def test_what_are_no_structured_outputs_is_refused_in_words(wanted: Any, says: s
         tiny_llm().generate(["a", "b"], structured_outputs=wanted)
 
 
+def test_structured_outputs_among_sampling_params_are_refused_with_where_they_go() -> None:
+    with pytest.raises(InvalidSampling, match="give them to generate, chat or the stream, beside these"):
+        SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(choice=["red"]))  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
