@@ -15,11 +15,12 @@ MAX_TOKENS = 512
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    arguments, late = parser().parse_known_args(argv)
+    arguments = argparse.Namespace()
+    late = parser().parse_known_args(argv, arguments)[1]
     if arguments.command == "run":
         late = _take_words(arguments, late)
     if late:
-        raise InvalidOption(f"unknown argument {late[0].split('=')[0]!r}; see `pando {arguments.command} --help`")
+        arguments.parser.error(f"unknown argument {late[0].split('=')[0]!r}")
     return arguments
 
 

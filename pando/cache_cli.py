@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from .config import EngineConfig
+from .config import UNITS, EngineConfig
 from .errors import InvalidOption
 from .kv.segment import Key
 from .model.shelf import Shelf
@@ -27,7 +27,6 @@ from .store.tier import Lost, Shape, tenant_tag
 SHOWN = 12  # characters of a key; a command takes as few as LEAST
 LEAST = 8
 BAD = 1  # the exit code of `verify`, and of what could not be done
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 Out = Callable[[str], None]
 
@@ -306,7 +305,7 @@ def _beginning(word: str) -> str:
 def seconds(age: str) -> float:
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age)) is None:
         raise InvalidOption(f"--older-than is {age!r}; write a number and one of s, m, h, d, w, such as 7d")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(found[1]) * UNITS[found[2]]
 
 
 def pages_of(count: int) -> str:
@@ -322,8 +321,8 @@ def size_of(count: int) -> str:
 
 def age_of(age: float) -> str:
     for unit in ("d", "h", "m"):
-        if age >= SECONDS[unit]:
-            return f"{age / SECONDS[unit]:.0f} {unit}"
+        if age >= UNITS[unit]:
+            return f"{age / UNITS[unit]:.0f} {unit}"
     return f"{max(age, 0):.0f} s"
 
 

@@ -12,7 +12,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from .errors import InvalidOption
@@ -36,6 +36,7 @@ NO_OPTIONS = ("PANDO_HOME", "PANDO_BENCH_DATA", "PANDO_MAKE_PROMPT")  # variable
 OF_A_CLUSTER = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")  # what Kubernetes sets for a service that is called pando
 ROWS, ROWS_ON_A_GPU = 64, 256  # that run at the same time, if nothing is said
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -48,9 +49,11 @@ def _option(
     if_empty: str | None = None,
     secret: bool = False,
     word: str | None = None,
+    time: bool = False,
 ) -> T:
-    """`if_empty`: what to do instead of giving an empty text, which is refused. `word`: what `--help` calls the value."""
-    facts = {"doc": doc, "at_least": at_least, "at_most": at_most, "if_empty": if_empty, "secret": secret, "word": word}
+    """`if_empty`: what to do instead of giving an empty text, which is refused. `word`: what `--help` calls the value. `time`: seconds, for
+    which 30m, 12h or 7d may be written."""
+    facts = {"doc": doc, "at_least": at_least, "at_most": at_most, "if_empty": if_empty, "secret": secret, "word": word, "time": time}
     return field(default=default, repr=not secret, metadata=facts)
 
 
@@ -107,7 +110,13 @@ class EngineConfig:
         if_empty="write redis://host:port/0 or a directory, or leave the option out",
         word="URL",
     )
-    ttl: int | None = _option(7 * 86400, "seconds after which context that nobody used is let go below the device; 0: never", 0, 2**31 - 1)
+    ttl: int | None = _option(
+        7 * 86400,
+        "seconds after which context that nobody used is let go below the device, or such as 7d; 0: never",
+        0,
+        2**31 - 1,
+        time=True,
+    )
     policy: PolicyName = _option("lookahead", "what leaves a tier first: lookahead goes by the waiting requests, lru and fifo by age")
     store_codec: CodecName = _option("none", "how context is kept below the device: none as it is; fp8 and int8 take less, and round")
 
@@ -176,8 +185,8 @@ class ServerConfig:
     )
     pin_quota: int = _option(25, "percent of the KV cache that pins may hold", 0, 100)
     max_queue: int = _option(256, "rows that may wait beside those that run; further requests are answered 429", 0, 2**20)
-    request_timeout: int = _option(600, "seconds after which a request is given up", 1, 7 * 86400)
-    drain_timeout: int = _option(30, "seconds that running requests get to end after SIGTERM", 0, 86400)
+    request_timeout: int = _option(600, "seconds after which a request is given up, or such as 10m", 1, 7 * 86400, time=True)
+    drain_timeout: int = _option(30, "seconds that running requests get to end after SIGTERM, or such as 5m", 0, 86400, time=True)
     max_body_mib: int = _option(8, "MiB that the body of a request may have; larger ones are answered 413", 1, 1024)
     cors_origins: tuple[str, ...] = _option(
         (),
@@ -200,10 +209,19 @@ class ServerConfig:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando."""
+    """Errors look like every other error of Pando. What was parsed has as its `parser` that of the command, whose flags these are."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        found.parser = getattr(found, "parser", self)
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        raise InvalidOption(f"{message}; see `{self.prog} --help`")
+        flags = self._option_string_actions
+        wrong = next((word for word in re.findall(r"--[\w-]+", message) if word not in flags), "")
+        known = [flag for flag in flags if flag.startswith("--no-") == wrong.startswith("--no-")]  # never the contrary
+        close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.7)
+        raise InvalidOption(f"{message}; {f'did you mean {close[0]}? See' if close else 'see'} `{self.prog} --help`")
 
 
 def written_file(text: str) -> Path:
@@ -300,6 +318,8 @@ def _take(option: "Field[object]", value: object, source: str) -> object:
         return None
     if isinstance(value, list) and tuple in kinds(option):
         value = tuple(value)
+    if option.metadata["time"] and isinstance(value, str) and (found := re.fullmatch("([0-9]{1,9})([smhdw])", value)):
+        value = int(found[1]) * UNITS[found[2]]
     try:
         _check(option, value)
     except InvalidOption as error:
@@ -362,4 +382,5 @@ def _expected(option: "Field[object]") -> str:
     if not {int, float} & set(kinds(option)):
         return "text" + or_auto
     number = "number" if float in kinds(option) else "whole number"
-    return f"a {number} from {option.metadata['at_least']} to {option.metadata['at_most']}{or_auto}"
+    or_time = " of seconds, or such as 12h" if option.metadata["time"] else ""
+    return f"a {number} from {option.metadata['at_least']} to {option.metadata['at_most']}{or_time}{or_auto}"

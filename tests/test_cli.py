@@ -271,6 +271,13 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("serve --max-num-seqs 0", "--max-num-seqs: max_num_seqs is 0"),
         ("serve a b", "unknown argument 'b'"),
         ("serve --api", "unknown argument '--api'"),
+        ("serve --max-model-length 9", "unknown argument '--max-model-length'; did you mean --max-model-len? See `pando serve --help`"),
+        ("serve --max-model-length=9", "unknown argument '--max-model-length'; did you mean --max-model-len?"),
+        ("cache ls --page", "unknown argument '--page'; did you mean --pages? See `pando cache ls --help`"),
+        ("bench serve --requets 9", "did you mean --requests? See `pando bench serve --help`"),
+        ("serve --enable-prefix-caching", "did you mean --prefix-caching?"),
+        ("serve --nothing-like-it", "unknown argument '--nothing-like-it'; see `pando serve --help`"),
+        ("serve --ttl 7y", "--ttl: ttl is '7y'; it must be a whole number from 0 to 2147483647 of seconds, or such as 12h, or auto"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, line, complaint):

@@ -101,6 +101,19 @@ def test_a_key_that_no_client_can_send_is_refused(key):
         ServerConfig(api_key=(key,))
 
 
+@pytest.mark.parametrize(("text", "count"), [("90", 90), ("45s", 45), ("30m", 1800), ("12h", 43200), ("7d", 604800), ("2w", 1209600)])
+def test_a_time_may_be_written_with_its_unit_wherever_options_are(tmp_path, text, count):
+    file = tmp_path / "pando.toml"
+    file.write_text(f"ttl = {text if text.isdecimal() else repr(text)}")
+    assert load({}, {}, file).ttl == load({}, {"PANDO_TTL": text}, None).ttl == load({"ttl": text}, {}, None).ttl == count
+
+
+@pytest.mark.parametrize(("name", "text"), [("ttl", "7 d"), ("ttl", "1.5h"), ("ttl", "-1d"), ("request_timeout", "2w"), ("port", "8m")])
+def test_what_is_no_time_or_too_long_is_refused(name, text):
+    with pytest.raises(InvalidOption, match=f"{name} is "):
+        load_server({name: text}, {}, None)
+
+
 def test_a_configuration_made_in_python_is_checked_and_fixed():
     with pytest.raises(InvalidOption, match="request_timeout is 0"):
         ServerConfig(request_timeout=0)

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from ..config import UNITS
 from ..engine.request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS
 from ..model.chat import OURS
 
@@ -41,8 +42,6 @@ MAX_NAME_CHARS = 256
 MAX_METADATA = 16
 MAX_TTL_SECONDS = 7 * 86400
 MAX_INT32 = 2**31 - 1
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 Plain = dict[str, Any]  # as JSON has it
 T = TypeVar("T")
