@@ -44,9 +44,8 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = name
         scope["state"]["owner"] = owner
         if (objection := self._objection(scope, headers, owner)) is not None:
-            if "expect" not in headers:  # a client that asks before it sends a body need not send it
-                await _discard(receive)
-            await self._refuse(*objection, answer)
+            # A client that asks before it sends a body need not send it.
+            await self._refuse(*objection, answer, None if "expect" in headers else receive)
             return
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # the server below leaves out the body
         try:
@@ -67,8 +66,9 @@ class Gate:
         length, kind = headers.get("content-length", "0"), headers.get("content-type")
         if length.isdecimal() and int(length) > self._max_body:
             return 413, self._too_large()
-        if kind is not None and scope["method"] == "POST":
-            return _unread(kind, scope["path"])
+        is_page = "origin" in headers
+        if scope["method"] == "POST" and (kind is not None or is_page):
+            return _unread(kind or "", scope["path"], is_page)
         return None
 
     def _counted(self, receive: Receive) -> Receive:
@@ -86,26 +86,32 @@ class Gate:
 
         return counted
 
-    async def _refuse(self, status: int, text: str, send: Send) -> None:
+    async def _refuse(self, status: int, text: str, send: Send, body: Receive | None = None) -> None:
+        """`body`: what the client may still send of it is thrown away, but the refusal is sent before."""
         self._refused(status)
-        body = encode(failure(status, text))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        said = encode(failure(status, text))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(said)).encode()), (b"connection", b"close")]
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": said, "more_body": body is not None})
+        if body is not None:
+            await _discard(body)
+            await send({"type": "http.response.body"})
 
     def _too_large(self) -> str:
         return f"the body is larger than the {self._max_body >> 20} MiB that are allowed; send less, or raise --max-body-mib"
 
 
-def _unread(kind: str, path: str) -> tuple[int, str] | None:
-    """What a kind of body is refused for."""
+def _unread(kind: str, path: str, is_page: bool) -> tuple[int, str] | None:
+    """What a kind of body is refused for. What has none, or is plain text, a browser sends for any web page, and asks nobody before: such a
+    page could use the server of whoever looks at it."""
     if path == PML_PATH:
         fits, advice = PML.match(kind.lower()), "send PML in UTF-8, and the header Content-Type: text/xml"
+        fits = None if is_page and kind.lower().startswith("text/plain") else fits
     else:
         fits, advice = JSON.match(kind.lower()), "send JSON, and the header Content-Type: application/json"
-    return None if fits else (400, f"the body is sent as {kind[:80]!r}; {advice}")
+    return None if fits else (400, f"the body is sent {f'as {kind[:80]!r}' if kind else 'without a Content-Type'}; {advice}")
 
 
 async def _discard(receive: Receive) -> None:

@@ -236,6 +236,13 @@ def test_a_client_that_asks_before_it_sends_100_mb_need_not_send_them(server: Li
     assert said.startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_body_that_says_it_has_100_mb_is_refused_before_it_comes(server: Live):
+    with connect(server) as connection:
+        connection.settimeout(5)  # it is thrown away for longer than that
+        connection.sendall(request(b"").replace(b"Content-Length: 0", b"Content-Length: 104857600") + b" " * MIB)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_body_that_is_just_allowed_is_read(client: httpx.Client):
     body = plain()
     error = refused(client.post("/v1/completions", content=body + b" " * (8 * MIB - len(body) + 1)), 413)

@@ -117,6 +117,26 @@ def test_a_body_that_does_not_claim_to_be_json_is_refused_with_what_to_do(kind: 
     assert client.status == 400 and kind in client.error["message"] and "Content-Type: application/json" in client.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "kind", "status"),
+    [
+        ("/v1/completions", None, 400),
+        ("/v1/completions", "text/plain;charset=UTF-8", 400),
+        ("/v1/completions", "application/json", 200),
+        ("/v1/schemas", None, 400),
+        ("/v1/schemas", "Text/Plain;charset=UTF-8", 400),
+        ("/v1/schemas", "text/xml", 200),
+    ],
+)
+def test_what_a_browser_sends_for_any_web_page_without_asking_is_refused(path: str, kind: str | None, status: int):
+    given = {} if kind is None else {"content_type": kind}
+    page = asked(Client(well), b"{}", path=path, origin="https://elsewhere.example", **given)
+    assert page.status == status
+    assert status == 200 or "the header Content-Type: " in page.error["message"]
+    if kind is None:
+        assert asked(Client(well), b"{}", path=path).status == 200, "a program need not say it"
+
+
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON", "application/json; charset=utf-8", "application/problem+json"])
 def test_a_body_that_claims_to_be_json_passes(kind: str):
     assert asked(Client(well), b"{}", content_type=kind).status == 200
