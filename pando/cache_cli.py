@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from .config import UNITS, EngineConfig
-from .errors import InvalidOption
+from .errors import InvalidOption, counted
 from .kv.segment import Key
 from .model.shelf import Shelf
 from .server.tenants import Tenants
@@ -113,7 +113,7 @@ def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig,
     bad = [finding for finding in findings if finding.lost is not None]
     if arguments.remove:
         folder.remove([finding.name for finding in bad])
-    said = f"{pages_of(len(findings))}, {size_of(sum(finding.size for finding in findings))}: "
+    said = f"{counted(len(findings), 'page')}, {size_of(sum(finding.size for finding in findings))}: "
     fate = "removed" if arguments.remove else "computed again when it is needed; --remove takes it away now"
     lines = [f"{finding.name[1].hex()[:SHOWN]}  {finding.lost}" for finding in bad]
     facts = [{"key": finding.name[1].hex(), "reason": finding.lost.reason} for finding in bad if finding.lost]
@@ -129,7 +129,7 @@ def _purge(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, 
     before = {name: folder.size(name) for name in names}
     removed = folder.purge(names, where, values)
     size = sum(before.values()) - sum(map(folder.size, names))
-    return _done(folder, f"removed {pages_of(removed)}, {size_of(size)}", {"pages": removed, "bytes": size})
+    return _done(folder, f"removed {counted(removed, 'page')}, {size_of(size)}", {"pages": removed, "bytes": size})
 
 
 def _done(folder: Folder, said: str, facts: dict[str, object]) -> Told:
@@ -182,7 +182,7 @@ def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, no
     folder.pin(chosen, pinned)
     changed = [entry for entry in chosen.values() if pinned or entry.pinned]
     size = sum(entry.size for entry in changed)
-    said = f"{arguments.action}ned {pages_of(len(changed))}, {size_of(size)}" if changed else "none of these pages was pinned"
+    said = f"{arguments.action}ned {counted(len(changed), 'page')}, {size_of(size)}" if changed else "none of these pages was pinned"
     return _done(folder, said, {"pages": len(changed), "bytes": size})
 
 
@@ -217,7 +217,7 @@ def _stat_server(server: RedisServer) -> tuple[dict[str, object], Sequence[str]]
         "tenants": {tenant.hex(): size for tenant, size in by_tenant.most_common()},
     }
     rows = [[kind.model.hex()[:SHOWN], kind.dtype, kind.codec, str(kind.page_size), size_of(size)] for kind, size in by_kind.most_common()]
-    said = f"{server.place}: {pages_of(pages)}, {size_of(total)}" + (f", {bad} of them damaged" if bad else "")
+    said = f"{server.place}: {counted(pages, 'page')}, {size_of(total)}" + (f", {bad} of them damaged" if bad else "")
     return told, [said, *(_shown(rows, by_tenant) if pages > bad else ())]
 
 
@@ -239,7 +239,7 @@ def _purge_server(server: RedisServer, arguments: argparse.Namespace, config: En
         return (names is None or header.card.tenant in names) and header.card.tenant.hex().startswith(beginning)
 
     pages, size = server.remove(chosen)
-    return {"pages": pages, "bytes": size}, [f"removed {pages_of(pages)}, {size_of(size)}"]
+    return {"pages": pages, "bytes": size}, [f"removed {counted(pages, 'page')}, {size_of(size)}"]
 
 
 def _shown(rows: Sequence[Sequence[str]], by_tenant: "Counter[bytes]") -> list[str]:
@@ -291,7 +291,7 @@ def _back(entry: Entry, by_name: dict[tuple[str, Key], Entry]) -> Iterator[Entry
 
 def _summary(entries: Sequence[Entry]) -> str:
     pinned = sum(entry.size for entry in entries if entry.pinned)
-    return f"{pages_of(len(entries))}, {size_of(sum(entry.size for entry in entries))}" + (
+    return f"{counted(len(entries), 'page')}, {size_of(sum(entry.size for entry in entries))}" + (
         f", {size_of(pinned)} of it pinned" if pinned else ""
     )
 
@@ -306,10 +306,6 @@ def seconds(age: str) -> float:
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age)) is None:
         raise InvalidOption(f"--older-than is {age!r}; write a number and one of s, m, h, d, w, such as 7d")
     return float(found[1]) * UNITS[found[2]]
-
-
-def pages_of(count: int) -> str:
-    return f"{count} page{'' if count == 1 else 's'}"
 
 
 def size_of(count: int) -> str:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, TextIO
 
 from .engine.request import SamplingParams, TokenEvent
-from .errors import InvalidPrompt, PandoError, PromptTooLong
+from .errors import InvalidPrompt, PandoError, PromptTooLong, counted
 
 if TYPE_CHECKING:
     from .engine.llm import LLM
@@ -48,7 +48,10 @@ class Speed:
         self.dropped_tokens = event.reuse.truncated.dropped if event.reuse.truncated is not None else 0
 
     def __str__(self) -> str:
-        parts = [f"{self.prompt_tokens} prompt tokens, {self.cached_tokens} cached", f"{self.first - self.began:.2f} s to first token"]
+        parts = [
+            f"{counted(self.prompt_tokens, 'prompt token')}, {self.cached_tokens} cached",
+            f"{self.first - self.began:.2f} s to first token",
+        ]
         if self.dropped_tokens:
             parts.insert(1, f"the oldest {self.dropped_tokens} dropped")
         if self.tokens > 1 and self.last > self.first:

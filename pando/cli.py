@@ -15,7 +15,7 @@ from .arguments import parse
 from .chat import Speed, chat, utf8
 from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
-from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError
+from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, counted
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -199,7 +199,9 @@ def _answer(
     took = time.perf_counter() - began
     _tell_dropped(output.reuse)
     if arguments.stats:
-        _tell_reuse(f"{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} cached · {took:.2f} s", output.reuse)
+        _tell_reuse(
+            f"{counted(len(output.prompt_token_ids), 'prompt token')}, {output.num_cached_tokens} cached · {took:.2f} s", output.reuse
+        )
     if arguments.json:
         print(json.dumps(_as_json(output, model), ensure_ascii=False))
         return

@@ -21,6 +21,11 @@ Each message says what is wrong, how much, and what to do about it.
 """
 
 
+def counted(count: int, what: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 class PandoError(Exception):
     """The root: catch this to catch everything Pando raises on purpose."""
 

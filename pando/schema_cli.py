@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .config import EngineConfig
 from .engine.words import Words
-from .errors import InvalidOption
+from .errors import InvalidOption, counted
 from .kv.run import Run
 from .markup.binding import Bound, bind
 from .markup.outline import Module, every
@@ -45,7 +45,7 @@ def show(config: EngineConfig, file: Path) -> Iterator[str]:
     ]
     yield from _table(["module", "encode", "tokens", "bytes", "notes"], rows)
     for scaffold in schema.scaffolds:
-        yield f"scaffold {' '.join(scaffold.paths)}: {scaffold.tokens} tokens once more, {size(scaffold.runs)}"
+        yield f"scaffold {' '.join(scaffold.paths)}: {counted(scaffold.tokens, 'token')} once more, {size(scaffold.runs)}"
     yield f"all of it takes {size(schema.stored)} of KV cache in {dtype}, in whole pages of {config.page_size} tokens"
 
 
@@ -59,7 +59,7 @@ def _notes(schema: Schema, module: Module) -> str:
         others = ", ".join(member.name for member in union.members if member is not module)
         notes.append(("the default, or " if union.default is module else "or ") + others if others else "alone in its union")
     for name, param in module.params.items():
-        notes.append(f"{name}: up to {param.length} tokens" + ("" if param.default is None else ", has a default"))
+        notes.append(f"{name}: up to {counted(param.length, 'token')}" + ("" if param.default is None else ", has a default"))
     return "; ".join(notes)
 
 
@@ -76,8 +76,8 @@ def _layout(bound: Bound) -> Iterator[str]:
 
 def _summary(schema: Schema) -> str:
     count, tokens = sum(1 for _ in every(schema.outline.root)), sum(part.tokens for part in schema.modules)
-    modules = "1 module" if count == 1 else f"{count} modules"
-    return f"schema {schema.name}: {modules}, {tokens} tokens; layout {schema.layout}, encode {schema.encode}, order {schema.order}"
+    size = f"{counted(count, 'module')}, {counted(tokens, 'token')}"
+    return f"schema {schema.name}: {size}; layout {schema.layout}, encode {schema.encode}, order {schema.order}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from pando.bench import PARTS
 from pando.config import EngineConfig, ServerConfig, load
 from pando.engine.request import CompletionOutput, RequestOutput, Reuse, SamplingParams, TokenEvent, Truncated
 from pando.errors import InvalidOption, InvalidPrompt, PromptTooLong
+from pando.server.service import Busy
 
 from .tiny import tiny_llm
 
@@ -186,6 +187,12 @@ def test_what_was_dropped_is_told(capsys, monkeypatch):
     assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "--json", "a b c " * 40]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["num_dropped_tokens"] == int(told[1]) and printed["num_prompt_tokens"] - int(told[1]) < 64
+
+
+def test_one_of_a_thing_is_told_as_one():
+    assert str(chat.Speed(0.0, prompt_tokens=1)).startswith("1 prompt token, 0 cached")
+    assert str(Busy(1, 3)) == "1 request is waiting, as many as may; try again in about 3 s"
+    assert str(Busy(2, 3)).startswith("2 requests are waiting")
 
 
 def test_sampling_options_reach_the_engine(llm):

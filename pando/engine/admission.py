@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from ..config import EngineConfig
-from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong
+from ..errors import InvalidOption, InvalidPrompt, PoolTooSmall, PromptTooLong, counted
 from ..kv.pages import Pages
 from ..kv.run import Origin, Run, are_tokens
 from ..kv.segment import Key, Lineage, compact, extend_keys, page_key, root_key
@@ -201,7 +201,7 @@ class Admission:
             way = "" if whole else TRUNCATING
             raise PromptTooLong(
                 f"the prompt has {length} tokens and the context holds {self._max_len}{', one of them for the answer' if room else ''}; "
-                f"shorten the prompt by {length + room - self._max_len} tokens{way}"
+                f"shorten the prompt by {counted(length + room - self._max_len, 'token')}{way}"
             )
 
     def last(self, prompt: Sequence[int], max_tokens: int | None, at: int, taken: int, *, is_cut: bool = False, whole: bool = True) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import QuotaExceeded
+from ..errors import QuotaExceeded, counted
 from ..kv.segment import Key
 from ..kv.stem import Stem
 from ..kv.tree import PrefixTree
@@ -77,7 +77,7 @@ class Pins:
         total = len(self._held) - len(free) + sum(page not in self._held or page in free for page in pages)
         if total > self.quota:
             raise QuotaExceeded(
-                f"pinning {len(pages)} pages would make {total} of the {self.quota} that pins may hold; "
+                f"pinning {counted(len(pages), 'page')} would make {total} of the {self.quota} that pins may hold; "
                 "unpin something, pin a shorter context, or raise pin_quota"
             )
         for stem in stems:

@@ -9,7 +9,7 @@ from ..engine import tools
 from ..engine.grammar import Grammars
 from ..engine.request import Constraint, SamplingParams, Tenant, Truncation
 from ..engine.truncation import Message, of_conversation, wanted_room
-from ..errors import InvalidPrompt, PromptTooLong
+from ..errors import InvalidPrompt, PromptTooLong, counted
 from ..markup.binding import Bound
 from ..model.tokenizer import Tokenizer
 from .history import Drift, History, message_at, message_starts
@@ -154,7 +154,7 @@ class Prompts:
         if len(prompt.tokens) >= self._max_len:
             raise PromptTooLong(
                 f"the prompt has {len(prompt.tokens)} tokens and the context holds {self._max_len}, one of them for an answer; "
-                f"what is computed ahead is not cut: shorten it by {len(prompt.tokens) - self._max_len + 1} tokens"
+                f"what is computed ahead is not cut: shorten it by {counted(len(prompt.tokens) - self._max_len + 1, 'token')}"
             )
         return prompt
 

@@ -22,7 +22,7 @@ from ..engine.pace import measure
 from ..engine.pins import Pin
 from ..engine.request import Request, SamplingParams, Tenant, TokenEvent
 from ..engine.schemas import Schemas
-from ..errors import InvalidOption, InvalidPrompt, PandoError, QuotaExceeded
+from ..errors import InvalidOption, InvalidPrompt, PandoError, QuotaExceeded, counted
 from ..kv.run import Run
 from ..markup.schema import Schema
 from ..model.load import Model
@@ -48,7 +48,9 @@ class Busy(PandoError):
     """The queue is full."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} requests are waiting, as many as may; try again in about {retry_after} s")
+        super().__init__(
+            f"{counted(waiting, 'request')} {'is' if waiting == 1 else 'are'} waiting, as many as may; try again in about {retry_after} s"
+        )
         self.retry_after = retry_after
 
 

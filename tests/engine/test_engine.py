@@ -274,6 +274,8 @@ def test_pins_have_a_quota_and_an_owner() -> None:
     ask(engine, [1, 2, 3], tenant=theirs)
     with pytest.raises(QuotaExceeded, match="of the 10 that pins may hold"):
         engine.pin([1, 2, 3], theirs, 0, None)
+    with pytest.raises(QuotaExceeded, match="pinning 1 page would make 11 of the 10"):
+        engine.pin([1, 2, 3], theirs, 0, None)
     assert engine.pins.get(pin.pin_id, b"them") is None
     assert engine.pins.get(pin.pin_id, b"me") is pin
     engine.pins.drop(pin)
@@ -609,6 +611,8 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
     engine = tiny_engine(max_model_len=32)
     with pytest.raises(PromptTooLong, match=r"has 40 tokens and the context holds 32.*shorten the prompt by 9 tokens"):
         engine.add(Request("r", TRUNK, greedy()))
+    with pytest.raises(PromptTooLong, match=r"shorten the prompt by 1 token,"):
+        engine.add(Request("r", TRUNK[:32], greedy()))
     assert len(ask(engine, TRUNK[:31], 5)) == 1  # the rest of the context
 
 
