@@ -16,6 +16,7 @@ from itertools import accumulate
 from threading import Lock
 from typing import Any, Literal
 
+from ..kv.latest import Latest
 from ..kv.segment import shared_length
 
 DriftKind = Literal["template_rewrote_history", "answer_retokenised", "history_changed"]
@@ -78,7 +79,7 @@ class History:
         self._max_conversations = max_conversations
         self._max_tokens = max_tokens
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by the last digest of its chain; oldest first
-        self._sessions: OrderedDict[tuple[bytes, str], bytes] = OrderedDict()  # each session's last turn, which may be forgotten
+        self._sessions = Latest[tuple[bytes, str], bytes](max_conversations)  # each session's last turn, which may be forgotten
         self._weight = 0
         self._lock = Lock()
 
@@ -106,12 +107,10 @@ class History:
             self._turns[name] = turn
             self._weight += turn.weight
             if session is not None:
+                self._sessions.pop((tenant, session), None)
                 self._sessions[tenant, session] = name
-                self._sessions.move_to_end((tenant, session))
             while len(self._turns) > self._max_conversations or self._weight > self._max_tokens:
                 self._drop(next(iter(self._turns)))
-            while len(self._sessions) > self._max_conversations:
-                self._sessions.popitem(last=False)
 
     def explain(self, tenant: bytes, messages: Sequence[Message], tokens: Sequence[int], session: str | None) -> Drift | None:
         """How this prompt drifted from what was remembered; None where it simply continues, or nothing is known of it.
