@@ -16,6 +16,7 @@ class ModelCard(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: Annotated[str, Field(description="The id again, for clients that ask for it by this name.")]
     max_model_len: Annotated[int, Field(description="Tokens one request may have, prompt and answer together.")]
 
 
@@ -133,6 +134,7 @@ class DeletedSchema(TypedDict):
 
 def model_list(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
     cards: list[ModelCard] = [
-        {"id": name, "object": "model", "created": created, "owned_by": "pando", "max_model_len": max_model_len} for name in names
+        {"id": name, "object": "model", "created": created, "owned_by": "pando", "root": name, "max_model_len": max_model_len}
+        for name in names
     ]
     return {"object": "list", "data": cards}

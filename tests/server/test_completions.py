@@ -188,6 +188,12 @@ def test_the_model_is_listed_and_found_by_its_name(client: openai.OpenAI) -> Non
         client.models.retrieve("gpt-99")
 
 
+def test_a_benchmark_that_is_told_no_model_finds_one_and_its_root(server: Live) -> None:
+    """`vllm bench serve` reads both, and ends with an error of its own where either is missing."""
+    (card,) = fetch(server, "/v1/models").json()["data"]
+    assert (card["id"], card["root"]) == (NAME, NAME)
+
+
 @pytest.mark.parametrize("text", ["plain words", "ünïcödé 🌳 text", "<end> is special", " "])
 def test_tokens_become_the_same_text_again(server: Live, text: str) -> None:
     made = fetch(server, "/tokenize", {"model": NAME, "prompt": text}).json()
