@@ -28,7 +28,7 @@ from .prompts import Asked, Prompt
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
 from .schema_routes import SchemaRoutes
 from .schemas import NotYours, TooManySchemas, UnknownSchema
-from .service import Busy, NotReady, Service
+from .service import Busy, NotReady, Service, UnknownModel
 from .tenants import Tenants
 from .ticket import Lost, TimedOut
 from .tracing import Operation, Tracing
@@ -67,6 +67,7 @@ REFUSALS: tuple[tuple[type[PandoError], int, str | None], ...] = (  # the first 
     (TimedOut, 503, "timeout"),
     (Lost, 503, "failed"),
     (Stopped, 503, "stopped"),
+    (UnknownModel, 404, "model_not_found"),
     (UnknownSchema, 404, "schema_not_found"),
     (NotYours, 403, "schema_of_operator"),
     (SchemaExists, 409, "schema_exists"),
@@ -279,7 +280,7 @@ class _Routes:
     def _check(self, model: str | None) -> None:
         self.service.check_ready()
         if model is not None and model != self.service.name:
-            raise HTTPException(404, f"the model {model[:80]!r} is not served here; {self.service.name!r} is")
+            raise UnknownModel(f"the model {model[:80]!r} is not served here; {self.service.name!r} is")
 
 
 def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
@@ -341,7 +342,13 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         headers = {"retry-after": "5"} if isinstance(error, NotReady) else {}
         headers |= {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else {}
         service.metrics.refused(status, begun=type(error) in (TimedOut, Lost, Stopped))
-        body = in_markup(status, error, code) if isinstance(error, MarkupError) else failure(status, str(error), code=code)
+        message = str(error)
+        if isinstance(error, PromptTooLong):
+            # Clients know this error by words of other servers, and not by its code. They look for them in what Python prints of the body,
+            # where an apostrophe would be escaped.
+            most = service.facts["max_model_len"]
+            message = f"the request exceeds the available context size, and the maximum context length is {most} tokens: {message}"
+        body = in_markup(status, error, code) if isinstance(error, MarkupError) else failure(status, message, code=code)
         return Response(encode(body), status, headers, "application/json")
 
     app.add_exception_handler(RequestValidationError, invalid)

@@ -58,6 +58,10 @@ class NotReady(PandoError):
     """There is no engine: not yet, or no longer."""
 
 
+class UnknownModel(PandoError):
+    """A request names another model than the one that is served."""
+
+
 class Service:
     def __init__(
         self,

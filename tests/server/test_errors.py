@@ -37,6 +37,14 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     assert refused.value.type == "not_found_error"
 
 
+def test_an_unknown_model_is_told_from_an_unknown_route_by_its_code(server: Live, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.chat.completions.create(model="gpt-99", messages=said("Hi"))
+    assert refused.value.code == "model_not_found"
+    assert fetch(server, "/v1/models/gpt-99").json()["error"]["code"] == "model_not_found"
+    assert fetch(server, "/v1/responses", {}).json()["error"]["code"] is None
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -73,6 +81,16 @@ def test_a_prompt_that_is_too_long_is_refused_with_numbers(client: openai.OpenAI
     with pytest.raises(openai.BadRequestError, match=r"618 tokens and the context holds 512.*by 107 tokens") as refused:
         ask(client, "x" * 600)
     assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("length", [600, 60_000], ids=["by its tokens", "by its characters"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(server: Live, path: str, length: int) -> None:
+    """LiteLLM turns to a model with a longer context where it finds the first of them in the body as Python prints it, and others where
+    they find the second, whatever the code is."""
+    refused = fetch(server, path, {"messages": said("x" * length), "prompt": "x" * length})
+    assert refused.status_code == 400
+    assert "exceeds the available context size" in str(refused.json()) and "maximum context length is 512 tokens" in str(refused.json())
 
 
 @pytest.mark.parametrize(
