@@ -169,6 +169,10 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("schema", "value"), 'give a schema as {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+    )
+
     type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer must be.")
     json_schema: JsonSchema | None = Field(None, description="With the type json_schema.")
 

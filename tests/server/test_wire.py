@@ -215,6 +215,15 @@ def test_a_constraint_that_would_not_be_followed_is_refused_and_free_text_is_not
         assert "only /v1/chat/completions constrains answers" in refusal(wire.CompletionBody, {field: value})
 
 
+@pytest.mark.parametrize("name", ["schema", "value"])
+def test_a_schema_beside_json_object_is_refused_and_any_object_is_not_passed_off_for_it(name: str) -> None:
+    """Other servers take a schema there, and clients that know them send it, as huggingface_hub does to any address."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    said = refusal(wire.ChatBody, {"response_format": {"type": "json_object", name: schema}})
+    assert said.startswith(f"response_format: {name}: not supported; ") and '"type": "json_schema"' in said
+    assert chat(response_format={"type": "json_object", name: None}) == chat(response_format={"type": "json_object"})
+
+
 def test_a_message_to_be_continued_is_refused_and_one_that_is_not_is_fine() -> None:
     assert refusal(wire.ChatBody, {"continue_final_message": True}).startswith("continue_final_message: not supported; ")
     assert chat(continue_final_message=False) == chat()
