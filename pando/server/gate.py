@@ -110,7 +110,7 @@ def _unread(kind: str, path: str, is_page: bool) -> tuple[int, str] | None:
         fits, advice = PML.match(kind.lower()), "send PML in UTF-8, and the header Content-Type: text/xml"
         fits = None if is_page and kind.lower().startswith("text/plain") else fits
     else:
-        fits, advice = JSON.match(kind.lower()), "send JSON, and the header Content-Type: application/json"
+        fits, advice = JSON.match(kind.lower()), "no route takes files or forms: send JSON, and the header Content-Type: application/json"
     return None if fits else (400, f"the body is sent {f'as {kind[:80]!r}' if kind else 'without a Content-Type'}; {advice}")
 
 

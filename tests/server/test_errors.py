@@ -126,6 +126,15 @@ def test_an_unknown_route_is_not_found(server: Live) -> None:
     assert refused.status_code == 404 and "there is no POST /v1/embeddings" in refused.json()["error"]["message"]
 
 
+def test_who_sends_a_file_is_told_that_no_route_takes_one(client: openai.OpenAI) -> None:
+    for send in (
+        lambda: client.audio.transcriptions.create(model=NAME, file=b"a sound"),
+        lambda: client.files.create(file=b"a", purpose="batch"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="no route takes files"):
+            send()
+
+
 def test_who_comes_when_all_rows_are_taken_may_try_again(server: Live, client: openai.OpenAI) -> None:
     answered: list[Any] = []
     with braked(server) as brake:
