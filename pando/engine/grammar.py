@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,15 @@ MAX_COMPILED = 64
 
 # Small models like to write blanks without end, so there is none but, at most, one after a comma or a colon: what most JSON looks like.
 COMPACT: Mapping[str, str | bool] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+# Those of JSON Schema. Others, such as "password", only tell people what a text is for, and llguidance refuses what it does not know.
+FORMATS = frozenset((
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri", "uri-reference",
+    "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+))  # fmt: skip
+
+_IN_GRAMMAR = "failed to compile JSON schema: "  # how llguidance begins what is wrong with a schema within a grammar
+_LISTING = re.compile(r"\n +\d+ \| ")  # and how it goes on with the lines of that grammar
 
 _log = logging.getLogger(__name__)
 
@@ -181,12 +191,23 @@ def schema_text(schema: Mapping[str, Any], layout: Mapping[str, str | bool] = CO
     check_patterns(schema)
     own = schema.get("x-guidance")
     try:
-        text = json.dumps({**schema, "x-guidance": {**layout, **(own if isinstance(own, Mapping) else {})}}, allow_nan=False)
+        options = {**layout, **(own if isinstance(own, Mapping) else {})}
+        text = json.dumps({**_without_other_formats(schema), "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise _refusal("JSON schema", str(error)) from error
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidSampling(f"the JSON schema has {len(text)} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
     return text
+
+
+def _without_other_formats(value: Any) -> Any:
+    """A schema, or what stands in one, without formats that are not JSON Schema's."""
+    if isinstance(value, list):
+        return [_without_other_formats(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: each for key, each in value.items() if not (key == "format" and isinstance(each, str) and each not in FORMATS)}
+    return {key: each if key in ("const", "enum") else _without_other_formats(each) for key, each in kept.items()}
 
 
 def _library() -> "type[LLMatcher]":
@@ -231,6 +252,9 @@ def _bits(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
 
 
 def _refusal(kind: str, reason: str) -> InvalidSampling:
+    _, within, fault = _LISTING.split(reason)[0].partition(_IN_GRAMMAR)
+    if within:  # of a function, say: its grammar is ours, and tells the client nothing
+        kind, reason = "JSON schema", fault
     told = "nothing can satisfy it" if reason.startswith("NoExtension") else _short(reason)
     return InvalidSampling(f"the {kind} cannot be followed: {told}; change or remove that part of it")
 

@@ -84,6 +84,19 @@ def test_whatever_is_chosen_the_answer_follows_the_schema(grammars: Grammars, se
     assert found.keys() == {"city", "days"} and found["city"] in ("Paris", "Rome") and 1 <= found["days"] <= 14
 
 
+def test_a_format_that_json_schema_does_not_know_asks_for_nothing(grammars: Grammars) -> None:
+    """Pydantic writes some for paths and passwords, and descriptions of web services have their own."""
+    secret, day = {"type": "string", "format": "password", "maxLength": 3}, {"type": "string", "format": "date"}
+    inner = {"type": "object", "properties": {"format": secret, "day": day}, "required": ["format", "day"], "additionalProperties": False}
+    members = [{"$ref": "#/$defs/inner"}, {"const": {"format": "own"}}]
+    make = grammars.json_schema({"type": "array", "prefixItems": members, "minItems": 2, "items": False, "$defs": {"inner": inner}})
+    assert allows(make, '[{"format": "a!", "day": "2024-02-29"}, {"format": "own"}]')
+    assert not allows(make, '[{"format": "a!", "day": "today"}, {"format": "own"}]'), "one that it does know is followed"
+    assert not allows(make, '[{"format": "a!", "day": "2024-02-29"}, {}]'), "what only looks like a format stays"
+    with pytest.raises(InvalidSampling, match="iri"):
+        grammars.json_schema({"type": "string", "format": "iri"})
+
+
 def test_any_object_may_be_written_but_no_other_value(grammars: Grammars) -> None:
     make = grammars.json_object()
     for text in ("{}", '{"a":1}', '{"a": [true, null, {"b": "é\\n"}], "c": -1.5e3}'):

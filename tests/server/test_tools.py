@@ -378,6 +378,12 @@ def test_a_function_that_cannot_be_forced_is_refused_with_the_reason(grammars: G
         HERMES.grammar(())
     with pytest.raises(InvalidSampling, match="nonsense"):
         grammars.lark(HERMES.grammar(functions([tool("a", {"properties": {"x": {"type": "nonsense"}}})])))
+    several = {"type": "array", "uniqueItems": True}
+    with pytest.raises(InvalidSampling) as refused:
+        grammars.lark(HERMES.grammar(functions([tool("a"), tool("b", {"properties": {"x": several}})])))
+    assert str(refused.value) == (
+        'the JSON schema cannot be followed: Unimplemented keys: ["uniqueItems"]; change or remove that part of it'
+    ), "without the grammar around it, which the client did not write"
     deep: dict[str, Any] = {"type": "null"}
     for _ in range(MAX_SCHEMA_DEPTH):
         deep = {"items": deep}
