@@ -15,7 +15,7 @@ from ..errors import InvalidSampling
 MAX_WAYS = 2**22  # a few seconds
 _FORMAT = 32  # characters that a format counts for
 _LEAST = 3  # beside its characters: a pattern may begin and end anywhere
-_MEMBERS = "allOf", "anyOf", "oneOf", "prefixItems"
+_MEMBERS = "allOf", "anyOf", "oneOf", "prefixItems", "items"  # the last was a list in earlier drafts
 _SCHEMAS = "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"
 
 
@@ -51,7 +51,8 @@ class _Ways:
         own = len(pattern) + _LEAST if isinstance(pattern, str) else 1
         own *= _FORMAT if isinstance(named, str) else 1
         members = {key: [self.of(each) for each in _list(schema.get(key))] for key in _MEMBERS}
-        inner = [*members["prefixItems"], *(self.of(schema.get(key)) for key in _SCHEMAS), *self._each(schema.get("properties"))]
+        apart = *members["prefixItems"], *members["items"]
+        inner = [*apart, *(self.of(schema.get(key)) for key in _SCHEMAS), *self._each(schema.get("properties"))]
         together = prod([own, *members["allOf"], *self._each(schema.get("patternProperties")), self._referred(schema.get("$ref"))])
         return min(together * max([1, *members["anyOf"]]) * max([1, *members["oneOf"]]) * max(inner), MAX_WAYS + 1)
 

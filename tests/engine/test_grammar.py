@@ -246,6 +246,9 @@ HOSTILE = {
     "long patterns together": {
         "allOf": [{"type": "string", "pattern": "|".join(f"[^{chr(97 + j)}{i}]{j}" for j in range(26))} for i in range(9)]
     },
+    "patterns of an item": {
+        "items": [{"allOf": [{"type": "string", "pattern": "|".join(f"[^{chr(97 + j)}{i}]{j}" for j in range(26))} for i in range(9)]}]
+    },
     "a chain of references": {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}, "$ref": "#/$defs/d0"},
     "mutual references": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
 }
