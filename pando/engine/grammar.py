@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..errors import InvalidSampling, PandoError, UnsupportedModel
 from ..kv.latest import Latest
 from ..model.tokenizer import Tokenizer
+from .closing import plain
 from .patterns import check_patterns
 from .request import Constraint, StructuredOutputsParams
 
@@ -26,12 +27,6 @@ MAX_COMPILED = 64
 
 # Small models like to write blanks without end, so there is none but, at most, one after a comma or a colon: what most JSON looks like.
 COMPACT: Mapping[str, str | bool] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
-# Those of JSON Schema. Others, such as "password", only tell people what a text is for, and llguidance refuses what it does not know.
-FORMATS = frozenset((
-    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri", "uri-reference",
-    "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
-))  # fmt: skip
 
 _IN_GRAMMAR = "failed to compile JSON schema: "  # how llguidance begins what is wrong with a schema within a grammar
 _LISTING = re.compile(r"\n +\d+ \| ")  # and how it goes on with the lines of that grammar
@@ -192,22 +187,12 @@ def schema_text(schema: Mapping[str, Any], layout: Mapping[str, str | bool] = CO
     own = schema.get("x-guidance")
     try:
         options = {**layout, **(own if isinstance(own, Mapping) else {})}
-        text = json.dumps({**_without_other_formats(schema), "x-guidance": options}, allow_nan=False)
+        text = json.dumps({**plain(schema), "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise _refusal("JSON schema", str(error)) from error
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidSampling(f"the JSON schema has {len(text)} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
     return text
-
-
-def _without_other_formats(value: Any) -> Any:
-    """A schema, or what stands in one, without formats that are not JSON Schema's."""
-    if isinstance(value, list):
-        return [_without_other_formats(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    kept = {key: each for key, each in value.items() if not (key == "format" and isinstance(each, str) and each not in FORMATS)}
-    return {key: each if key in ("const", "enum") else _without_other_formats(each) for key, each in kept.items()}
 
 
 def _library() -> "type[LLMatcher]":
