@@ -58,8 +58,8 @@ class Grammars:
         return self._maker("JSON schema", grammar)
 
     def lark(self, text: str) -> Callable[[], Constraint]:
-        _check_text("grammar", text)
-        return self._maker("grammar", _library().grammar_from_lark(text))
+        _check_text("Lark grammar", text)
+        return self._maker("Lark grammar", _library().grammar_from_lark(text))
 
     def regex(self, text: str) -> Callable[[], Constraint]:
         _check_text("regex", text)
@@ -71,7 +71,7 @@ class Grammars:
         if wanted.regex is not None:
             return self.regex(wanted.regex)
         if wanted.choice is not None:
-            return self.lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
+            return self.lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)))  # rules may not be so many
         return self.json_object() if wanted.grammar is None else self.lark(wanted.grammar)
 
     def _maker(self, kind: str, grammar: str) -> Callable[[], Constraint]:

@@ -128,7 +128,8 @@ class Prompts:
         else:
             truncates = self._overflow.allows(body.truncation, tenant.salt, session)
             prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
-        return Asked(prompts, body.sampling(), score=body.echo and body.logprobs is not None, silent=body.max_tokens == 0)
+        score, silent = body.echo and body.logprobs is not None, body.max_tokens == 0
+        return Asked(prompts, body.sampling(), self._structure(body), score=score, silent=silent)
 
     def _bound(self, body: Generation, pml: str, tenant: Tenant, name: str = "prompt") -> Prompt:
         if body.ttl is not None:
@@ -212,10 +213,13 @@ class Prompts:
         how = Truncation() if truncates else None
         return Prompt(tuple(tokens), prompt if isinstance(prompt, str) else None, self._public.length(tokens), truncation=how)
 
+    def _structure(self, body: Generation) -> Callable[[], Constraint] | None:
+        return self._grammars.of(body.structured_outputs.params()) if body.structured_outputs is not None else None
+
     def _format(self, body: ChatBody) -> Callable[[], Constraint] | None:
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
-            return None
+            return self._structure(body)
         if wanted.type == "json_schema" and wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
             return self._grammars.json_schema(wanted.json_schema.schema_)
         return self._grammars.json_object()

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, Tag, model_validator
 
 from ..engine.request import MAX_LOGPROBS, MAX_N, MIN_REPETITION_PENALTY, SamplingParams
+from .formats import CONSTRAINTS, ResponseFormat, StructuredOutputs
 from .limits import (
     MAX_ANSWERS,
     MAX_INT32,
@@ -26,7 +27,6 @@ from .limits import (
     Plain,
     Prompts,
     Real,
-    Schema,
     Seconds,
     Stops,
     TemplateOptions,
@@ -41,12 +41,6 @@ from .messages import Messages, Tools, conversation, definitions
 CHOICES = "What the chat template asks for by name, such as enable_thinking."
 
 User = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(printable)]
-
-# what other servers call a constraint: who asks for one and gets free text would take it for what was asked for
-CONSTRAINTS = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "regex", "ebnf", "grammar",
-)  # fmt: skip
-
 
 _SCORES = "send the prompt to /v1/completions with echo, logprobs and max_tokens 0"
 _BIAS = "bias single tokens with logit_bias"
@@ -114,6 +108,9 @@ class Generation(Steering):
     include_stop_str_in_output: bool = Field(False, description="Keep the stop string at the end of the text.")
     stream: bool = Field(False, description="Send tokens as they come, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Constrains the answer to one of these.", examples=[{"choice": ["yes", "no"]}]
+    )
     repair: Annotated[Real, Field(ge=0, le=1)] | None = Field(
         None, description="The share of module tokens that are computed again, where a prompt is in PML; by default as its schema says."
     )
@@ -161,28 +158,6 @@ class Generation(Steering):
         )
 
 
-class JsonSchema(Body):
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] = Field(description="What the client calls it.")
-    description: Text | None = Field(None, description="What it is for.")
-    schema_: Schema | None = Field(None, alias="schema", description="The JSON schema; without one, any JSON object.")
-    strict: bool | None = Field(None, description="Accepted without effect: answers always follow the schema.")
-
-
-class ResponseFormat(Body):
-    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("schema", "value"), 'give a schema as {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
-    )
-
-    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer must be.")
-    json_schema: JsonSchema | None = Field(None, description="With the type json_schema.")
-
-    @model_validator(mode="after")
-    def _with_schema(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("The type json_schema needs a json_schema with a name and a schema")
-        return self
-
-
 class ChosenFunction(Body):
     name: Name = Field(description="One of the tools' names.")
 
@@ -206,7 +181,7 @@ class ChatBody(Generation):
         "function_call": "say it with tool_choice",
         "audio": "only text is answered",
         "web_search_options": "nothing is searched; leave it out",
-        **dict.fromkeys(CONSTRAINTS, "answers follow response_format: say it there, as a JSON schema"),
+        **CONSTRAINTS,
         **TEMPLATES,
         **OTHERS,
     }
@@ -231,6 +206,12 @@ class ChatBody(Generation):
             raise ValueError('tool_choice: "required" needs tools to choose from')
         if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in known:
             raise ValueError("tool_choice: names a function that is not among the tools")
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("structured_outputs: an answer follows these or response_format, not both; leave one of them out")
+        if self.structured_outputs is not None and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError(
+                "structured_outputs: an answer that must call a function follows its parameters; leave them or tool_choice out"
+            )
         return self
 
     def sampling(self) -> SamplingParams:
@@ -248,7 +229,8 @@ class CompletionBody(Generation):
 
     refused: ClassVar[Mapping[str, str]] = {
         "suffix": "an answer only follows its prompt; leave it out",
-        **dict.fromkeys(("response_format", *CONSTRAINTS), "only /v1/chat/completions constrains answers, by its response_format"),
+        "response_format": 'only /v1/chat/completions has it; say it with structured_outputs, as {"json": ...}',
+        **CONSTRAINTS,
         **OTHERS,
     }
 

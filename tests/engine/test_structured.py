@@ -63,6 +63,12 @@ def test_every_choice_can_be_chosen() -> None:
     assert {answer.text for answer in output.outputs} == {"a", "b"}
 
 
+def test_one_of_thousands_may_be_chosen() -> None:
+    words = [f"choice {place}" for place in range(4000)]
+    [output] = tiny_llm().generate("x", LONG, structured_outputs=StructuredOutputsParams(choice=words))
+    assert output.outputs[0].text in words
+
+
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
