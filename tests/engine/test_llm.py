@@ -418,7 +418,7 @@ def test_what_fills_the_whole_context_is_scored_and_one_token_more_is_refused(po
     tokens = [(7 * place) % 250 for place in range(65)]
     scores = llm.score(tokens[:64])
     assert scores[:62] == pytest.approx(llm.score(tokens[:63]), abs=1e-4) and len(scores) == 63 and scores[62] < 0
-    with pytest.raises(PromptTooLong, match="has 65 tokens and the context holds 64; shorten the prompt by 1 tokens"):
+    with pytest.raises(PromptTooLong, match="has 65 tokens and the context holds 64; shorten the prompt by 1 token"):
         llm.score(tokens)
     with pytest.raises(PromptTooLong, match="one of them for the answer"):
         llm.generate(tokens[:64], greedy(1))
