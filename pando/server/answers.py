@@ -3,14 +3,16 @@
 import codecs
 from collections.abc import Container, Sequence
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 from ..engine.request import Logprob, TokenEvent
 from ..engine.tools import Piece, Stream
 from .account import Account
+from .failures import FailureBody
 from .logprobs import Scored, Spell, chat_logprobs, text_logprobs
 from .prompts import Asked
 from .replies import (
+    DONE,
     Around,
     Call,
     CallDelta,
@@ -19,8 +21,10 @@ from .replies import (
     ChatFinish,
     Delta,
     Envelope,
+    PandoReport,
     TextCompletion,
     TextFinish,
+    Usage,
     call,
     chat_choice,
     chat_delta,
@@ -87,18 +91,78 @@ class _Answer:
         return "tool_calls" if self.calls else "stop"
 
 
-class ChatAnswers:
+class Turn:
+    """The answers to a conversation."""
+
+    def __init__(self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, ends: Container[int], *, top: int) -> None:
+        """`top`: likeliest tokens that are told beside each, where logprobs are."""
+        self.account = account
+        self._asked, self._envelope, self._spell, self._top = asked, envelope, spell, top
+        self.answers = [_Answer(asked, ends) for _ in range(asked.params.n)]
+        self._reasons: list[ChatFinish] = ["stop"] * asked.params.n
+
+    def _take(self, place: int, event: TokenEvent, now: float) -> tuple[Piece, list[Scored]]:
+        self.account.take(place, event, now)
+        answer = self.answers[event.index]
+        found = answer.take(event)
+        if event.finish_reason is not None:
+            self._reasons[event.index] = answer.finish(event.finish_reason)
+        return found
+
+    @property
+    def outcome(self) -> Literal["stop", "length", "tool_calls"]:
+        return self._reasons[0]
+
+    def message(self) -> dict[str, object]:
+        """The first answer, as a client sends it back."""
+        answer = self.answers[0]
+        content: dict[str, object] = {"role": "assistant", "content": answer.text}
+        return {**content, "tool_calls": answer.calls} if answer.calls else content
+
+
+class Chunks:
+    """How the streams of chats and of completions end."""
+
+    account: Account
+    _envelope: Envelope
+
+    def _last(self, usage: Usage, pando: PandoReport) -> object:
+        """One more event, where usage is told."""
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        """What is sent before any token."""
+        return b""
+
+    def conclude(self, sent: list[Any]) -> None:
+        """Adds to the events of the last tokens what was reused."""
+        if self._envelope.tells_usage:
+            sent.append(self._last(self.account.usage(), self.account.report()))
+        elif sent:
+            assert not isinstance(sent[-1], bytes)  # it says how the answer ended
+            sent[-1]["pando"] = self.account.report()
+
+    def end(self) -> bytes:
+        return DONE
+
+    def failed(self, failure: FailureBody) -> FailureBody:
+        """In place of the end."""
+        return failure
+
+
+class ChatAnswers(Turn, Chunks):
     def __init__(
         self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, ends: Container[int], *, top: int, tells_tokens: bool
     ) -> None:
-        self.account = account
-        self._asked, self._envelope, self._spell, self._top, self._tells_tokens = asked, envelope, spell, top, tells_tokens
-        self.answers = [_Answer(asked, ends) for _ in range(asked.params.n)]
-        self._reasons: list[ChatFinish] = ["stop"] * asked.params.n
+        super().__init__(asked, envelope, account, spell, ends, top=top)
+        self._tells_tokens = tells_tokens
 
     @cached_property
     def _around(self) -> list[Around]:
         return [Around(partial(self._plain, index)) for index in range(len(self.answers))]
+
+    def _last(self, usage: Usage, pando: PandoReport) -> ChatChunk:
+        return self._envelope.chat_chunk([], usage, pando)
 
     def _plain(self, index: int, text: str) -> ChatChunk:
         return self._envelope.chat_chunk([chat_delta(index, {"content": text})])
@@ -131,14 +195,6 @@ class ChatAnswers:
             sent.append(self._envelope.chat_chunk([choice], prompt_token_ids=prompt))
         return sent
 
-    def _take(self, place: int, event: TokenEvent, now: float) -> tuple[Piece, list[Scored]]:
-        self.account.take(place, event, now)
-        answer = self.answers[event.index]
-        found = answer.take(event)
-        if event.finish_reason is not None:
-            self._reasons[event.index] = answer.finish(event.finish_reason)
-        return found
-
     def whole(self) -> ChatCompletion:
         wanted = self._asked.params.logprobs is not None
         choices = [
@@ -155,22 +211,12 @@ class ChatAnswers:
         prompt = self._asked.prompts[0].tokens if self._tells_tokens else None
         return self._envelope.chat(choices, self.account.usage(), self.account.report(), prompt)
 
-    @property
-    def outcome(self) -> Literal["stop", "length", "tool_calls"]:
-        return self._reasons[0]
-
-    def message(self) -> dict[str, object]:
-        """The first answer, as a client sends it back."""
-        answer = self.answers[0]
-        content: dict[str, object] = {"role": "assistant", "content": answer.text}
-        return {**content, "tool_calls": answer.calls} if answer.calls else content
-
 
 def _call_delta(index: int, call_id: str, name: str, arguments: str) -> CallDelta:
     return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-class TextAnswers:
+class TextAnswers(Chunks):
     def __init__(
         self,
         asked: Asked,
@@ -191,6 +237,9 @@ class TextAnswers:
     @cached_property
     def _around(self) -> list[Around]:
         return [Around(partial(self._plain, index)) for index in range(len(self.answers))]
+
+    def _last(self, usage: Usage, pando: PandoReport) -> TextCompletion:
+        return self._envelope.text([], usage, pando)
 
     def _plain(self, index: int, text: str) -> TextCompletion:
         return self._envelope.text([text_choice(index, text)])

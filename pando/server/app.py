@@ -26,6 +26,8 @@ from .gate import Gate
 from .journal import Journal
 from .prompts import Asked, Prompt
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
+from .responses import ResponseAnswers, ResponseReply, response_id
+from .responses_wire import ResponsesBody
 from .schema_routes import SchemaRoutes
 from .schemas import NotYours, TooManySchemas, UnknownSchema
 from .service import Busy, NotReady, Service, UnknownModel
@@ -46,7 +48,7 @@ from .views import (
     WarmReply,
     model_list,
 )
-from .wire import ChatBody, CompletionBody, DetokenizeBody, Generation, PinBody, TokenizeBody, UnpinBody, WarmBody
+from .wire import ChatBody, CompletionBody, DetokenizeBody, PinBody, TokenizeBody, UnpinBody, WarmBody
 
 MAX_SEGMENTS = 1000  # that one view of the cache lists
 FAILURES: dict[int | str, dict[str, Any]] = {
@@ -78,8 +80,8 @@ REFUSALS: tuple[tuple[type[PandoError], int, str | None], ...] = (  # the first 
     (InputError, 400, None),
     (PandoError, 500, None),
 )
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "With stream: server-sent events."}
+STREAMED: dict[int | str, dict[str, Any]] = {  # whether a stream is a text or its events are objects, tools do not agree
+    200: {"content": {"text/event-stream": {"schema": {}}}, "description": "With stream: server-sent events."}
 }
 
 
@@ -111,6 +113,7 @@ class _Routes:
         asking: dict[int | str, dict[str, Any]] = {code: FAILURES[code] for code in (400, 429)}
         app.post("/v1/chat/completions", response_model=ChatCompletion, responses={**asking, **STREAMED}, tags=["answers"])(self.chat)
         app.post("/v1/completions", response_model=TextCompletion, responses={**asking, **STREAMED}, tags=["answers"])(self.complete)
+        app.post("/v1/responses", response_model=ResponseReply, responses={**asking, **STREAMED}, tags=["answers"])(self.respond)
         app.get("/v1/models", response_model=ModelList, tags=["models"])(self.models)
         app.get("/v1/models/{model:path}", response_model=ModelCard, tags=["models"])(self.model)
         app.post("/tokenize", response_model=TokenizeReply, responses=asking, tags=["tokens"])(self.tokenize)
@@ -142,11 +145,19 @@ class _Routes:
         envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
         return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
 
+    async def respond(self, request: Request, body: ResponsesBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
+        """Answers a conversation, in the form of OpenAI's Responses API. Nothing of it is stored."""
+        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
+        self._check(body.model)
+        asked = await self.service.prepare(lambda prompts: prompts.chat(body.chat, tenant, session))
+        envelope = Envelope(response_id(), int(time.time()), self.service.name)
+        return await self._answer(request, "chat", body, asked, envelope, tenant, session)
+
     async def _answer(
         self,
         request: Request,
         operation: Operation,
-        body: Generation,
+        body: ChatBody | CompletionBody | ResponsesBody,
         asked: Asked,
         envelope: Envelope,
         tenant: Tenant,
@@ -158,8 +169,10 @@ class _Routes:
         ticket = await service.open(name, asked, tenant)
         ticket.arrived = request.state.arrived  # before it was parsed and tokenised
         account = Account(ticket, session, service.metrics)
-        answers: ChatAnswers | TextAnswers
-        if isinstance(body, ChatBody):
+        answers: ChatAnswers | TextAnswers | ResponseAnswers
+        if isinstance(body, ResponsesBody):
+            answers = ResponseAnswers(asked, body, envelope, account, service.spell, service.eos)
+        elif isinstance(body, ChatBody):
             top = body.top_logprobs or 0
             answers = ChatAnswers(asked, envelope, account, service.spell, service.eos, top=top, tells_tokens=body.return_token_ids)
         else:
@@ -168,13 +181,12 @@ class _Routes:
             service,
             ticket,
             answers,
-            envelope,
             tenant=tenant,
             session=session,
             ttl=body.ttl,
             span=self.tracing.request(operation, service.name, name, request.headers),
             journal=self.journal,
-            about={"request_id": name, "path": request.scope["path"], "stream": body.stream, "n": body.n, "user": body.user},
+            about={"request_id": name, "path": request.scope["path"], "stream": body.stream, "n": asked.params.n, "user": body.user},
         )
         return exchange.stream() if body.stream else await exchange.whole(request)
 

@@ -14,10 +14,11 @@ from ..engine.pins import Pin
 from ..engine.request import Tenant
 from ..errors import PandoError
 from .account import Account
-from .answers import ChatAnswers, TextAnswers
+from .answers import ChatAnswers, TextAnswers, Turn
 from .failures import failure
 from .journal import Journal
-from .replies import DONE, Envelope, encode, event
+from .replies import encode, event
+from .responses import ResponseAnswers
 from .service import Service
 from .ticket import Ticket
 from .tracing import RequestSpan
@@ -58,8 +59,7 @@ class Exchange:
         self,
         service: Service,
         ticket: Ticket,
-        answers: ChatAnswers | TextAnswers,
-        envelope: Envelope,
+        answers: ChatAnswers | TextAnswers | ResponseAnswers,
         *,
         tenant: Tenant,
         session: str | None,
@@ -68,7 +68,7 @@ class Exchange:
         journal: Journal,
         about: dict[str, Any],
     ) -> None:
-        self._service, self._ticket, self._answers, self._envelope = service, ticket, answers, envelope
+        self._service, self._ticket, self._answers = service, ticket, answers
         self._tenant, self._session, self._ttl = tenant, session, ttl
         self._span, self._journal, self._about = span, journal, about
         self._account: Account = answers.account
@@ -100,28 +100,26 @@ class Exchange:
         return EventStream(self._tell, self._close)
 
     async def _tell(self, write: Write) -> None:
-        answers, envelope = self._answers, self._envelope
+        answers = self._answers
         try:
+            if opening := answers.opening():
+                await write(opening)
             async for batch in self._ticket.batches():
                 self._first_token()
                 last = not self._ticket.open_answers
-                pieces = answers.events(batch)
+                pieces: list[Any] = [*answers.events(batch)]
                 if last:
                     await self._settle()
-                    if pieces and not envelope.tells_usage:
-                        assert not isinstance(pieces[-1], bytes)  # it says how the answer ended
-                        pieces[-1]["pando"] = self._account.report()
+                    answers.conclude(pieces)
                 await write(b"".join(map(event, pieces)))
-            if envelope.tells_usage:
-                told = self._account.usage(), self._account.report()
-                await write(event(envelope.chat_chunk([], *told) if isinstance(answers, ChatAnswers) else envelope.text([], *told)))
             self._close()  # who has read the end finds the request counted, and its place free
-            await write(DONE)
+            await write(answers.end())
         except PandoError as error:  # it is too late for a status
             self._error = error
             self._close()
             outcome = self._ticket.outcome
-            await write(event(failure(503, str(error), code=outcome if outcome in ("timeout", "stopped") else "failed")))
+            told = failure(503, str(error), code=outcome if outcome in ("timeout", "stopped") else "failed")
+            await write(event(answers.failed(told)))
 
     def _first_token(self) -> None:
         if not self._account.tokens:
@@ -141,7 +139,7 @@ class Exchange:
                 return engine.pin(*told, automatic=True, is_cut=is_cut, session=self._session, asked=len(prompt.tokens))
 
             self._account.hold(await self._service.pin_if_room(keep), self._ttl)
-        if isinstance(answers, ChatAnswers) and prompt.bound is None:
+        if isinstance(answers, Turn) and prompt.bound is None:
             turn = self._tenant.salt, asked.messages, answers.message(), tokens, len(prompt.tokens), self._session
             self._service.workers.submit(self._service.history.remember, *turn)
 

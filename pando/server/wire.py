@@ -82,11 +82,16 @@ class Steering(Body):
         return self.session_id if self.session_id is not None else self.prompt_cache_key
 
 
-class Generation(Steering):
-    """What chat and plain completions have in common."""
+class Amount(Steering):
+    """How much is answered. Of several errors these are told before those of `Sampling`."""
 
     max_tokens: Count | None = Field(None, description="Tokens of an answer, at most; by default as many as the context holds.")
     n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt.")
+
+
+class Sampling(Steering):
+    """What all answers have in common."""
+
     temperature: Real = Field(1.0, ge=0, le=100, description="0 takes the likeliest token; higher is more varied.")
     top_p: Real = Field(1.0, gt=0, le=1, description="Choose among the likeliest tokens that together have this probability.")
     top_k: int = Field(0, ge=-1, le=MAX_INT32, description="Choose among so many of the likeliest tokens; 0 or -1: among all.")
@@ -107,19 +112,28 @@ class Generation(Steering):
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     include_stop_str_in_output: bool = Field(False, description="Keep the stop string at the end of the text.")
     stream: bool = Field(False, description="Send tokens as they come, as server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="Constrains the answer to one of these.", examples=[{"choice": ["yes", "no"]}]
-    )
     repair: Annotated[Real, Field(ge=0, le=1)] | None = Field(
         None, description="The share of module tokens that are computed again, where a prompt is in PML; by default as its schema says."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto drops the oldest part of a prompt that does not fit; by default as the session's last request that said it."
     )
-    return_token_ids: bool = Field(False, description="Give the token ids of prompt and answers, too.")
     user: User | None = Field(None, description="The client's own user; noted in the log.")
     prompt_cache_options: CacheOptions | None = Field(None, description="How long the prompt is kept.")
+
+    @property
+    def ttl(self) -> int | None:
+        return self.prompt_cache_options.ttl if self.prompt_cache_options else None
+
+
+class Generation(Sampling, Amount):
+    """What chat and plain completions have in common."""
+
+    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Constrains the answer to one of these.", examples=[{"choice": ["yes", "no"]}]
+    )
+    return_token_ids: bool = Field(False, description="Give the token ids of prompt and answers, too.")
 
     @model_validator(mode="after")
     def _streams(self) -> "Generation":
@@ -130,10 +144,6 @@ class Generation(Steering):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def ttl(self) -> int | None:
-        return self.prompt_cache_options.ttl if self.prompt_cache_options else None
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         return SamplingParams(

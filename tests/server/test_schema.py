@@ -32,6 +32,7 @@ ROUTES = [
     "POST /v1/cache/warm",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
     "POST /v1/schemas",
 ]
 SETTINGS = settings(derandomize=True, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
