@@ -70,8 +70,9 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def imports(file: Path, package: Path) -> Iterator[Import]:
-    yield from _imports(tree_of(file), ("pando", *file.relative_to(package).parent.parts), True)
+@cache
+def imports(file: Path, package: Path) -> tuple[Import, ...]:
+    return tuple(_imports(tree_of(file), ("pando", *file.relative_to(package).parent.parts), True))
 
 
 def _imports(node: ast.AST, folder: tuple[str, ...], on_load: bool) -> Iterator[Import]:
@@ -251,6 +252,7 @@ def planted(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text((file.read_text() if file.exists() else "") + "\n".join(lines) + "\n")
         tree_of.cache_clear()
+        imports.cache_clear()
         return package
 
     return plant

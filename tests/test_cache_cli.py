@@ -278,6 +278,7 @@ def test_nothing_of_a_purged_tenant_stays_in_the_index(disk, told, tmp_path):
 
 def test_a_purge_that_could_not_be_finished_says_so(disk, pando, tmp_path, monkeypatch):
     monkeypatch.setattr("pando.store.folder.PATIENCE", 0.05)
+    monkeypatch.setattr("pando.store.index.WAIT_S", 0.05)
     words = tuple(range(7_000_001, 7_000_009))
     save(disk, card()._replace(tokens=words, tenant=tenant_tag(b"mine"), key=hashlib.sha256(b"secret").digest()), *chain(2))
     path = tmp_path / "home/store/v1/index.sqlite"

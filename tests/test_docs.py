@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -56,6 +57,7 @@ def flags(parser):
     return found
 
 
+@cache
 def bench_flags():
     """The benchmarks read their own arguments, and importing them needs what only they need: the flags are read from their source."""
     found = set()

@@ -154,7 +154,7 @@ def test_failures_are_counted_by_kind_and_kept_out_of_latencies(
     server: FakeServer, bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.behaviour.act = failing("429", "429", "500", "break", "nonsense", "complain", "end early", "whole", "hang")
-    options = SMALL.replace("--requests 8", "--requests 12") + " --timeout 10"  # seconds, for the one that hangs
+    options = SMALL.replace("--requests 8", "--requests 12") + " --timeout 5"  # seconds, for the one that hangs
     [run] = bench(options)["runs"]
     summary = run["summary"]
     assert summary["failures"] == {
