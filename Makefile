@@ -33,8 +33,9 @@ run: export PANDO_MAKE_PROMPT := $(value PROMPT)
 run: .venv/.core
 	@$(BIN)/pando run $(ARGS) -- $(MODEL) "$$PANDO_MAKE_PROMPT"
 
+# In the order of their names: those with few tests, which xdist would begin last, are among the longest, and one worker would wait.
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check
