@@ -179,12 +179,13 @@ class Graphs:
             self._find(self._logits.new_zeros(count, self._logits.shape[1]))
         if not rows:
             return
+        most = min(rows, tokens, SIZES[-1])  # that decode: a busy server does little else, and they need not be a power of two
         steps = {
-            (min(size // share, rows, tokens), min(size, tokens)): None
+            (min(size // share, most), min(size, tokens)): None
             for size, share in product(WARM, WARM_SHARES)
             if share == 1 or size >= WARM_PROMPT
-        }
-        self._logits = self._logits.new_empty(power_of_two(max(decoding for decoding, _ in steps)), self._logits.shape[1])
+        } | {(most, most): None}
+        self._logits = self._logits.new_empty(power_of_two(_rounded(most, WANTED)), self._logits.shape[1])
         for decoding, count in steps:
             if not self._failures:  # those that come are captured anyway, if there is memory for them alone
                 self.forward(self._imagined(decoding, count), capture=True)

@@ -156,6 +156,18 @@ def test_steps_that_come_first_were_captured_before(positions: str) -> None:
     assert graphs.captures == ready > 0 and graphs.replays == engine.steps
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (3, 17), (12, 100), (17, 100_000), (48, 512), (100, 2048), (40, 24)])
+def test_as_many_rows_as_may_run_were_captured_before_too(model: Model, rows: int, tokens: int) -> None:
+    """However many these are: a server that is busy does this step more often than any other."""
+    engine = tiny_engine(model, max_num_seqs=rows, max_num_batched_tokens=tokens, kv_cache_tokens=4096)
+    graphs = captured(engine)
+    engine.warm_up()
+    ready = graphs.captures
+    run(engine, [Request(str(i), prompt(i, 3), greedy(9)) for i in range(rows)])
+    assert graphs.captures == ready and graphs.replays == engine.steps
+    assert len({entry.logits.untyped_storage().data_ptr() for entry in graphs._captured.values()}) == 1, "all share their logits' memory"
+
+
 def test_where_there_is_no_memory_to_capture_much_before_it_is_captured_when_it_comes(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
