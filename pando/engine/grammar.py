@@ -183,16 +183,16 @@ def schema_text(schema: Mapping[str, Any], layout: Mapping[str, str | bool] = CO
             raise InvalidSampling(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; move parts of it to $defs")
         inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level if isinstance(value, Mapping | list)]
         level = [value for values in inner for value in values if isinstance(value, Mapping | list)]
-    check_patterns(schema)
-    own = schema.get("x-guidance")
     try:
-        options = {**layout, **(own if isinstance(own, Mapping) else {})}
-        text = json.dumps({**plain(schema), "x-guidance": options}, allow_nan=False)
+        text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise _refusal("JSON schema", str(error)) from error
-    if len(text) > MAX_SCHEMA_BYTES:
+    if len(text) > MAX_SCHEMA_BYTES:  # before what is added to it
         raise InvalidSampling(f"the JSON schema has {len(text)} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
-    return text
+    schema = json.loads(text)  # Python has tuples, and keys that are no texts
+    check_patterns(schema)
+    own = schema.get("x-guidance")
+    return json.dumps({**plain(schema), "x-guidance": {**layout, **(own if isinstance(own, Mapping) else {})}})
 
 
 def _library() -> "type[LLMatcher]":

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from pando.engine.closing import plain
-from pando.engine.grammar import Grammars
+from pando.engine.grammar import MAX_SCHEMA_BYTES, Grammars
 from pando.engine.tools import HERMES, functions
 
 from ..tiny import END, VOCAB, tiny_tokenizer
@@ -139,6 +139,18 @@ def test_a_property_may_be_called_like_a_keyword(grammars: Grammars, name: str) 
     make = grammars.json_schema({"type": "object", "properties": {name: inner}, "required": [name]})
     assert allows(make, json.dumps({name: {"key": "k"}}))
     assert not allows(make, json.dumps({name: {"key": "k", "more": 1}})) and not allows(make, json.dumps({name: {"key": "k"}, "more": 1}))
+
+
+def test_what_closing_adds_does_not_make_a_schema_too_long(grammars: Grammars) -> None:
+    listed = {f"p{i}": {"type": "object", "properties": {"a": {}}} for i in range(900)}
+    schema = {"type": "object", "properties": listed, "required": list(listed)}
+    assert len(json.dumps(schema)) < MAX_SCHEMA_BYTES < len(json.dumps(plain(schema)))
+    grammars.json_schema(schema)
+
+
+def test_schemas_in_a_tuple_are_looked_at_as_those_in_a_list(grammars: Grammars) -> None:
+    make = grammars.json_schema({"$defs": {"A": A}, "type": "array", "items": {"anyOf": ({"$ref": "#/$defs/A", "required": ["b"]},)}})
+    assert allows(make, '[{"b": 1}]')
 
 
 # ---- whatever the schema is
