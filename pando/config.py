@@ -219,6 +219,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flags = self._option_string_actions
         wrong = next((word for word in re.findall(r"--[\w-]+", message) if word not in flags), "")
+        wrong = re.sub("^--no(?!-)", "--no-", wrong.replace("_", "-"))
         known = [flag for flag in flags if flag.startswith("--no-") == wrong.startswith("--no-")]  # never the contrary
         close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.7)
         raise InvalidOption(f"{message}; {f'did you mean {close[0]}? See' if close else 'see'} `{self.prog} --help`")
@@ -314,16 +315,22 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def _take(option: "Field[object]", value: object, source: str) -> object:
-    if value == AUTO and type(None) in kinds(option):
-        return None
     if isinstance(value, list) and tuple in kinds(option):
         value = tuple(value)
-    if option.metadata["time"] and isinstance(value, str) and (found := re.fullmatch("([0-9]{1,9})([smhdw])", value)):
-        value = int(found[1]) * UNITS[found[2]]
+    value = _meant(option, value)
     try:
         _check(option, value)
     except InvalidOption as error:
         raise InvalidOption(f"{source}: {error}") from None
+    return value
+
+
+def _meant(option: "Field[object]", value: object) -> object:
+    """Of what is written in words, everywhere alike."""
+    if value == AUTO and type(None) in kinds(option):
+        return None
+    if option.metadata["time"] and isinstance(value, str) and (found := re.fullmatch("([0-9]{1,9})([smhdw])", value)):
+        return int(found[1]) * UNITS[found[2]]
     return value
 
 
@@ -352,8 +359,7 @@ def _has_good_port(url: str) -> bool:
 
 def _check_all(config: EngineConfig | ServerConfig) -> None:
     for option in options(type(config)):
-        if getattr(config, option.name) == AUTO and type(None) in kinds(option):  # as it is written everywhere else
-            object.__setattr__(config, option.name, None)
+        object.__setattr__(config, option.name, _meant(option, getattr(config, option.name)))
         _check(option, getattr(config, option.name))
 
 

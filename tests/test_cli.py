@@ -283,6 +283,8 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("cache ls --page", "unknown argument '--page'; did you mean --pages? See `pando cache ls --help`"),
         ("bench serve --requets 9", "did you mean --requests? See `pando bench serve --help`"),
         ("serve --enable-prefix-caching", "did you mean --prefix-caching?"),
+        ("serve --no_overlap", "unknown argument '--no_overlap'; did you mean --no-overlap?"),
+        ("serve --nooverlap", "unknown argument '--nooverlap'; did you mean --no-overlap?"),
         ("serve --nothing-like-it", "unknown argument '--nothing-like-it'; see `pando serve --help`"),
         ("serve --ttl 7y", "--ttl: ttl is '7y'; it must be a whole number from 0 to 2147483647 of seconds, or such as 12h, or auto"),
     ],

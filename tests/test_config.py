@@ -106,6 +106,7 @@ def test_a_time_may_be_written_with_its_unit_wherever_options_are(tmp_path, text
     file = tmp_path / "pando.toml"
     file.write_text(f"ttl = {text if text.isdecimal() else repr(text)}")
     assert load({}, {}, file).ttl == load({}, {"PANDO_TTL": text}, None).ttl == load({"ttl": text}, {}, None).ttl == count
+    assert EngineConfig(ttl=text if not text.isdecimal() else int(text)).ttl == count
 
 
 @pytest.mark.parametrize(("name", "text"), [("ttl", "7 d"), ("ttl", "1.5h"), ("ttl", "-1d"), ("request_timeout", "2w"), ("port", "8m")])
