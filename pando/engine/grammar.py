@@ -14,7 +14,7 @@ from ..errors import InvalidSampling, PandoError, UnsupportedModel
 from ..kv.latest import Latest
 from ..model.tokenizer import Tokenizer
 from .closing import plain
-from .patterns import check_patterns
+from .patterns import check_patterns, check_regex, check_terminals
 from .request import Constraint, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -59,10 +59,16 @@ class Grammars:
 
     def lark(self, text: str) -> Callable[[], Constraint]:
         _check_text("Lark grammar", text)
+        if text.lstrip().startswith(
+            "{"
+        ):  # llguidance would take what other grammars and schemas it holds, which nothing here has looked at
+            raise _refusal("Lark grammar", "it is JSON")
+        check_terminals(text)
         return self._maker("Lark grammar", _library().grammar_from_lark(text))
 
     def regex(self, text: str) -> Callable[[], Constraint]:
         _check_text("regex", text)
+        check_regex(text)
         return self._maker("regex", _library().grammar_from_regex(text))
 
     def of(self, wanted: StructuredOutputsParams) -> Callable[[], Constraint]:

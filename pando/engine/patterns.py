@@ -1,9 +1,10 @@
-"""What it may cost to find a text that follows several patterns of a JSON schema at once.
+"""What it may cost to follow patterns: several of a JSON schema at once, or one of very many parts.
 
 llguidance looks for such a text before an answer begins, and counts its steps only once each is done: the first one tries every way to go
 on in one pattern with every way in the others. Twenty patterns of a few characters each take all memory there is.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
@@ -13,6 +14,7 @@ from urllib.parse import unquote
 from ..errors import InvalidSampling
 
 MAX_WAYS = 2**22  # a few seconds
+MAX_OPTIONAL = 1000  # half a second; it is the square of them that counts
 _FORMAT = 32  # characters that a format counts for
 _LEAST = 3  # beside its characters: a pattern may begin and end anywhere
 _MEMBERS = "allOf", "anyOf", "oneOf", "prefixItems", "items"  # the last was a list in earlier drafts
@@ -91,3 +93,50 @@ def _all(value: Any) -> int:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+# A regex, or a terminal of a Lark grammar, of which many parts in a row may be missing: each may be the next one, and llguidance writes
+# down what would follow each of them before it counts that as one step.
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*+"|//[^\n]*+|/(?:\\.|[^/\\\n])++/')  # or a comment
+_DEFINED = re.compile(r"^[ \t]*+(?:%ignore|[?!]*+(\w++)(?:\.-?\d++)?+[ \t]*+(\[[^\]\n]*+\])?+[ \t]*+:)", re.MULTILINE)
+_TERMINAL = re.compile(r"\b_*[A-Z][A-Z0-9_]*\b")
+
+
+def check_regex(text: str) -> None:
+    """Raises InvalidSampling where too many parts may be missing."""
+    if len(_optional(text)) > MAX_OPTIONAL:
+        raise InvalidSampling(f"the regex has more than {MAX_OPTIONAL} groups and parts that may be repeated or missing; use fewer")
+
+
+def check_terminals(grammar: str) -> None:
+    """The same of a grammar's terminals, each with those it is made of."""
+    _, *found = _DEFINED.split(_LITERAL.sub(lambda literal: _optional(literal[0]) if literal[0][0] == "/" else "", grammar))
+    defined = list(zip(found[::3], found[1::3], found[2::3], strict=True))  # name, options, and what it is made of
+    bodies = {name: body for name, _, body in defined}
+    known: dict[str, int] = {}
+
+    def parts(body: str) -> int:
+        count = len(re.findall(r"[?*{(\[]", body))
+        for name in _TERMINAL.findall(body):
+            if name not in known:
+                known[name] = 1  # within itself, which llguidance refuses
+                known[name] += parts(bodies.get(name, ""))
+            count += known[name]
+        return count
+
+    for name, options, body in defined:
+        is_rule = name is not None and options is None and not _TERMINAL.fullmatch(name)
+        try:
+            if not is_rule and parts(body) > MAX_OPTIONAL:
+                raise InvalidSampling(
+                    f"{name or '%ignore'} of the Lark grammar has more than {MAX_OPTIONAL} terminals, groups and parts that may be "
+                    "repeated or missing, with those of the terminals in it; use fewer, or make it a rule"
+                )
+        except RecursionError as error:
+            raise InvalidSampling("the terminals of the Lark grammar lead too deep; refer to fewer others from within each") from error
+
+
+def _optional(regex: str) -> str:
+    """Of a regex what may make a part that can be missing: an empty alternative needs a group."""
+    return re.sub(r"\\.|[^?*{(]", "", regex, flags=re.DOTALL)

@@ -116,6 +116,7 @@ def test_tools_that_need_not_be_called_may_stand_beside_it(client: openai.OpenAI
         ({"regex": "("}, "regex cannot be followed"),
         ({"grammar": "root ::= [a-z]+"}, "the Lark grammar cannot be followed"),
         ({"json": "{"}, "JSON schema cannot be followed"),
+        ({"grammar": '{"grammars": [{"json_schema": {"type": "null"}}]}'}, "the Lark grammar cannot be followed: it is JSON"),
         ({"json": {"type": "strange"}}, "JSON schema cannot be followed"),
     ],
 )
@@ -176,17 +177,30 @@ def nested(rules: int, depth: int, end: str) -> str:
     return "\n".join(["start:r0", *lines, f'r{rules}:"x"'])
 
 
+def doubled(times: int, end: str) -> str:
+    return "\n".join(["start:A0", *(f"A{i}:A{i + 1} A{i + 1}" for i in range(times)), f"A{times}:{end}"])
+
+
 HOSTILE = {
     "deep rules": {"grammar": nested(60, 20, ")?")},
     "many rules": {"grammar": nested(330, 0, "")},
     "rules without end": {"grammar": 'start:s\ns:""|"x"|' + "|".join(["s s"] * 1000)},
     "one long rule": {"grammar": 'start:s\ns:""|"x"|' + "s " * 2000},
     "repeats": {"grammar": 'start:((((((a{90,99}){90,99}){90,99}){90,99}){90,99}){90,99})\na:"x"|"y"a'},
-    "doubled terminals": {"grammar": "\n".join(["start:A0", *(f"A{i}:A{i + 1} A{i + 1}" for i in range(200)), 'A200:"x"'])},
+    "doubled terminals": {"grammar": doubled(200, '"x"')},
     "many terminals": {"grammar": "start:(" + "|".join(f"/.*{i}.*/" for i in range(380)) + ")*"},
     "a long regex": {"regex": "".join(f"(a|b){{0,{i % 90}}}" for i in range(6000))},
     "repeats in a regex": {"regex": "((((x{0,99}){0,99}){0,99}){0,99}){0,99}"},
     "states of a regex": {"regex": "^(.*a.{400}|.*b.{500})$"},
+    "a regex of parts that may be missing": {"regex": r"\w?" * 20_000},
+    "a regex of groups that may be empty": {"regex": r"(|\w)" * 12_000},
+    "doubled terminals that may be missing": {"grammar": doubled(16, r"/\w?/")},
+    "doubled terminals that may be empty": {"grammar": doubled(16, r'"" | /\w/')},
+    "such terminals in a rule with options": {"grammar": "start:r\nr[lazy]:" + "A0 " * 500 + "\n" + doubled(8, r"/\w?/")},
+    "such terminals that are ignored": {"grammar": "%ignore " + "A0 " * 500 + "\n" + doubled(8, r"/\w?/")},
+    "patterns of a schema within a grammar": {
+        "grammar": json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": f".*{i}.*{i + 1}.*"} for i in range(40)]}}]})
+    },
     "many choices": {"choice": [f"choice number {i} {'x' * 40}" for i in range(1024)]},
     "a long choice": {"choice": ["x" * 65_000]},
 }
@@ -217,3 +231,17 @@ def test_any_of_very_many_choices_may_be_chosen() -> None:
     assert body.structured_outputs is not None
     make = Grammars(tiny_tokenizer(), VOCAB, [END]).of(body.structured_outputs.params())
     assert all(allows(make, f"choice {i}") for i in (0, 1, 10, 100, 1023)) and not allows(make, "choice 1024")
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"regex": "|".join(f"word{i}" for i in range(5000))},
+        {"choice": ["?" * 2000, "word1", "(*[{" * 2000]},
+        {"grammar": 'start: (WORD "?"*)+ // "a comment\nWORD: LETTER+ DIGIT?\nLETTER: /[a-z(*]/\nDIGIT: "0".."9"\n%ignore " "'},
+    ],
+)
+def test_long_ones_that_cost_little_are_followed(wanted: dict[str, Any]) -> None:
+    body = wire.CompletionBody.model_validate({"prompt": "a", "structured_outputs": wanted})
+    assert body.structured_outputs is not None
+    assert allows(Grammars(tiny_tokenizer(), VOCAB, [END]).of(body.structured_outputs.params()), "word1")
