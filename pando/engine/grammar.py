@@ -14,7 +14,7 @@ from ..errors import InvalidSampling, PandoError, UnsupportedModel
 from ..kv.latest import Latest
 from ..model.tokenizer import Tokenizer
 from .closing import plain
-from .patterns import check_patterns, check_regex, check_terminals
+from .patterns import check_patterns, check_regex
 from .request import Constraint, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -59,11 +59,6 @@ class Grammars:
 
     def lark(self, text: str) -> Callable[[], Constraint]:
         _check_text("Lark grammar", text)
-        if text.lstrip().startswith(
-            "{"
-        ):  # llguidance would take what other grammars and schemas it holds, which nothing here has looked at
-            raise _refusal("Lark grammar", "it is JSON")
-        check_terminals(text)
         return self._maker("Lark grammar", _library().grammar_from_lark(text))
 
     def regex(self, text: str) -> Callable[[], Constraint]:

@@ -50,6 +50,9 @@ class _Ways:
 
     def _counted(self, schema: Mapping[str, Any]) -> int:
         pattern, named = schema.get("pattern"), schema.get("format")
+        for regex in (pattern, *self._names(schema.get("patternProperties"))):
+            if isinstance(regex, str):
+                check_regex(regex, "pattern in the JSON schema")
         own = len(pattern) + _LEAST if isinstance(pattern, str) else 1
         own *= _FORMAT if isinstance(named, str) else 1
         members = {key: [self.of(each) for each in _list(schema.get(key))] for key in _MEMBERS}
@@ -57,6 +60,9 @@ class _Ways:
         inner = [*apart, *(self.of(schema.get(key)) for key in _SCHEMAS), *self._each(schema.get("properties"))]
         together = prod([own, *members["allOf"], *self._each(schema.get("patternProperties")), self._referred(schema.get("$ref"))])
         return min(together * max([1, *members["anyOf"]]) * max([1, *members["oneOf"]]) * max(inner), MAX_WAYS + 1)
+
+    def _names(self, schemas: Any) -> Iterable[str]:
+        return schemas if isinstance(schemas, Mapping) else ()
 
     def _each(self, schemas: Any) -> Iterable[int]:
         return [self.of(each) for each in schemas.values()] if isinstance(schemas, Mapping) else []
@@ -95,48 +101,8 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# A regex, or a terminal of a Lark grammar, of which many parts in a row may be missing: each may be the next one, and llguidance writes
-# down what would follow each of them before it counts that as one step.
-
-_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*+"|//[^\n]*+|/(?:\\.|[^/\\\n])++/')  # or a comment
-_DEFINED = re.compile(r"^[ \t]*+(?:%ignore|[?!]*+(\w++)(?:\.-?\d++)?+[ \t]*+(\[[^\]\n]*+\])?+[ \t]*+:)", re.MULTILINE)
-_TERMINAL = re.compile(r"\b_*[A-Z][A-Z0-9_]*\b")
-
-
-def check_regex(text: str) -> None:
-    """Raises InvalidSampling where too many parts may be missing."""
-    if len(_optional(text)) > MAX_OPTIONAL:
-        raise InvalidSampling(f"the regex has more than {MAX_OPTIONAL} groups and parts that may be repeated or missing; use fewer")
-
-
-def check_terminals(grammar: str) -> None:
-    """The same of a grammar's terminals, each with those it is made of."""
-    _, *found = _DEFINED.split(_LITERAL.sub(lambda literal: _optional(literal[0]) if literal[0][0] == "/" else "", grammar))
-    defined = list(zip(found[::3], found[1::3], found[2::3], strict=True))  # name, options, and what it is made of
-    bodies = {name: body for name, _, body in defined}
-    known: dict[str, int] = {}
-
-    def parts(body: str) -> int:
-        count = len(re.findall(r"[?*{(\[]", body))
-        for name in _TERMINAL.findall(body):
-            if name not in known:
-                known[name] = 1  # within itself, which llguidance refuses
-                known[name] += parts(bodies.get(name, ""))
-            count += known[name]
-        return count
-
-    for name, options, body in defined:
-        is_rule = name is not None and options is None and not _TERMINAL.fullmatch(name)
-        try:
-            if not is_rule and parts(body) > MAX_OPTIONAL:
-                raise InvalidSampling(
-                    f"{name or '%ignore'} of the Lark grammar has more than {MAX_OPTIONAL} terminals, groups and parts that may be "
-                    "repeated or missing, with those of the terminals in it; use fewer, or make it a rule"
-                )
-        except RecursionError as error:
-            raise InvalidSampling("the terminals of the Lark grammar lead too deep; refer to fewer others from within each") from error
-
-
-def _optional(regex: str) -> str:
-    """Of a regex what may make a part that can be missing: an empty alternative needs a group."""
-    return re.sub(r"\\.|[^?*{(]", "", regex, flags=re.DOTALL)
+def check_regex(text: str, what: str = "regex") -> None:
+    """Raises InvalidSampling where too many parts may be missing: each may be the next one, and llguidance writes down what would follow
+    each of them before it counts that as one step. An alternative that is empty needs a group."""
+    if len(re.sub(r"\\.|[^?*{(]", "", text, flags=re.DOTALL)) > MAX_OPTIONAL:
+        raise InvalidSampling(f"the {what} has more than {MAX_OPTIONAL} groups and parts that may be repeated or missing; use fewer")

@@ -91,7 +91,7 @@ class _Answer:
         return "tool_calls" if self.calls else "stop"
 
 
-class Turn:
+class TurnAnswers:
     """The answers to a conversation."""
 
     def __init__(self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, ends: Container[int], *, top: int) -> None:
@@ -150,7 +150,7 @@ class Chunks:
         return failure
 
 
-class ChatAnswers(Turn, Chunks):
+class ChatAnswers(TurnAnswers, Chunks):
     def __init__(
         self, asked: Asked, envelope: Envelope, account: Account, spell: Spell, ends: Container[int], *, top: int, tells_tokens: bool
     ) -> None:

@@ -14,7 +14,7 @@ from ..engine.pins import Pin
 from ..engine.request import Tenant
 from ..errors import PandoError
 from .account import Account
-from .answers import ChatAnswers, TextAnswers, Turn
+from .answers import ChatAnswers, TextAnswers, TurnAnswers
 from .failures import failure
 from .journal import Journal
 from .replies import encode, event
@@ -139,7 +139,7 @@ class Exchange:
                 return engine.pin(*told, automatic=True, is_cut=is_cut, session=self._session, asked=len(prompt.tokens))
 
             self._account.hold(await self._service.pin_if_room(keep), self._ttl)
-        if isinstance(answers, Turn) and prompt.bound is None:
+        if isinstance(answers, TurnAnswers) and prompt.bound is None:
             turn = self._tenant.salt, asked.messages, answers.message(), tokens, len(prompt.tokens), self._session
             self._service.workers.submit(self._service.history.remember, *turn)
 

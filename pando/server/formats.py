@@ -1,6 +1,5 @@
 """What an answer must follow, as clients ask for it."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -8,16 +7,18 @@ from pydantic import AfterValidator, Field, Tag, model_validator
 
 from ..engine.request import StructuredOutputsParams
 from ..errors import InvalidSampling
-from .limits import MAX_CHOICES, MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, Body, Schema, Text, one_of
+from .limits import MAX_CHOICES, MAX_SCHEMA_BYTES, Body, Schema, Text, one_of
+
+_NO_GRAMMAR = "a few hundred characters of one can take all memory; say it as a JSON schema, a regex or a choice, or ask an LLM of your own"
 
 
 def _as(name: str) -> str:
-    return f'say it with structured_outputs, as {{"{name}": ...}}' + ", and as Lark writes it" * (name == "grammar")
+    return f'say it with structured_outputs, as {{"{name}": ...}}'
 
 
 # what other servers call a constraint: who asks for one and gets free text would take it for what was asked for
-CONSTRAINTS = {f"guided_{name}": _as(name) for name in ("json", "regex", "choice", "grammar")}
-CONSTRAINTS |= {"json_schema": _as("json"), "regex": _as("regex"), "ebnf": _as("grammar"), "grammar": _as("grammar")}
+CONSTRAINTS = {f"guided_{name}": _as(name) for name in ("json", "regex", "choice")}
+CONSTRAINTS |= {"json_schema": _as("json"), "regex": _as("regex"), **dict.fromkeys(("guided_grammar", "ebnf", "grammar"), _NO_GRAMMAR)}
 
 
 class JsonSchema(Body):
@@ -42,18 +43,6 @@ class ResponseFormat(Body):
         return self
 
 
-def _followable(grammar: str) -> str:
-    """What takes llguidance seconds or all memory, before it counts its steps, is refused wherever it stands."""
-    if words := sorted({*re.findall(r"%[a-z]+", grammar)} - {"%ignore", "%import"}):
-        raise ValueError(
-            f"Input should have no {words[0]}: only rules, terminals, %ignore and %import are followed; give a JSON schema as json"
-        )
-    if found := re.search("[&~]", grammar):
-        code = f"\\x{ord(found[0]):02x}"
-        raise ValueError(f"Input should have no {found[0]}: terminals are not intersected or negated; write the character as {code}")
-    return grammar
-
-
 def _few(choices: list[str]) -> list[str]:
     if (chars := sum(map(len, choices))) > MAX_SCHEMA_BYTES:
         raise ValueError(f"Input should have at most {MAX_SCHEMA_BYTES} characters in all, not {chars}")
@@ -67,7 +56,8 @@ class StructuredOutputs(Body):
     """One of these; names are vLLM's."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "structural_tag": "give a grammar, or a function that must be called",
+        "grammar": _NO_GRAMMAR,
+        "structural_tag": "give a JSON schema, or a function that must be called",
         "whitespace_pattern": "blanks are as the x-guidance of the schema says",
         "disable_additional_properties": "objects that list their properties have no others; in others say it in the schema",
     }
@@ -78,9 +68,6 @@ class StructuredOutputs(Body):
     regex: Pattern | None = Field(None, description="A regular expression that the whole answer matches.")
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), AfterValidator(_few)] | None = Field(
         None, description="The answer is one of these texts.", examples=[["yes", "no"]]
-    )
-    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS), AfterValidator(_followable)] | None = Field(
-        None, description="A grammar as Lark writes it.", examples=['start: "a" /b+/']
     )
     json_object: bool | None = Field(None, description="Any JSON object.")
 
@@ -93,4 +80,4 @@ class StructuredOutputs(Body):
         return self
 
     def params(self) -> StructuredOutputsParams:
-        return StructuredOutputsParams(self.json_, self.regex, self.choice, self.grammar, self.json_object)
+        return StructuredOutputsParams(json=self.json_, regex=self.regex, choice=self.choice, json_object=self.json_object)

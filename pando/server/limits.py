@@ -35,7 +35,6 @@ MAX_STOP_TOKENS = 1024
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_CHOICES = 1024
-MAX_GRAMMAR_CHARS = 4096  # four times that can be so deep that llguidance, and the process with it, runs out of stack
 MAX_SCHEMAS = 256  # in PML, of one owner
 MAX_PML_BYTES = 64 * 2**20  # of all of them together
 MAX_HELD_BYTES = 256 * 2**20  # that these take beside their text

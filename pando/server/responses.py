@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from ..engine.request import Call, TokenEvent
 from .account import Account
-from .answers import Turn
+from .answers import TurnAnswers
 from .failures import FailureBody
 from .limits import Plain
 from .logprobs import Scored, Spell, TokenLogprob, chat_logprobs
@@ -148,7 +148,7 @@ class _Text:
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
 
 
-class ResponseAnswers(Turn):
+class ResponseAnswers(TurnAnswers):
     def __init__(self, asked: Asked, body: ResponsesBody, envelope: Envelope, account: Account, spell: Spell, ends: Container[int]) -> None:
         super().__init__(asked, envelope, account, spell, ends, top=body.top_logprobs)
         self._body = body

@@ -204,8 +204,12 @@ def test_a_constraint_that_would_not_be_followed_is_refused_and_free_text_is_not
         "guided_json": {},
         "guided_choice": ["a", "b"],
         "regex": "[ab]",
-        "grammar": "root ::= a",
     }
+    for body in (wire.ChatBody, wire.CompletionBody):
+        said = refusal(body, {"grammar": "root ::= a"})
+        assert said.startswith("grammar: not supported; ") and said.endswith(
+            "say it as a JSON schema, a regex or a choice, or ask an LLM of your own"
+        )
     for field, value in others.items():
         way = field.removeprefix("guided_")
         for body in (wire.ChatBody, wire.CompletionBody):
