@@ -74,6 +74,19 @@ def test_a_chat_is_not_shared_either(one: openai.OpenAI, two: openai.OpenAI) -> 
     assert [ask(client, "Whose is it?").usage.prompt_tokens_details.cached_tokens for client in (one, two, one)] == [0, 0, 29]
 
 
+def test_nor_is_a_response_and_a_chat_of_the_same_tenant_finds_it(one: openai.OpenAI, two: openai.OpenAI) -> None:
+    def asked(client: openai.OpenAI) -> int:
+        salt = {"cache_salt": "of responses"}
+        reply = client.responses.create(model=NAME, input="Whose response is it?", max_output_tokens=2, temperature=0, extra_body=salt)
+        assert reply.usage is not None
+        return reply.usage.input_tokens_details.cached_tokens
+
+    assert [asked(one), asked(two)] == [0, 0]
+    again = asked(one)
+    found = ask(one, "Whose response is it?", extra_body={"cache_salt": "of responses"}).usage.prompt_tokens_details.cached_tokens
+    assert found == again > 0
+
+
 def test_what_is_public_is_shared_and_nothing_behind_it(one: openai.OpenAI, two: openai.OpenAI) -> None:
     prompt = PUBLIC + " But not how it goes on."
     assert cached(one, prompt)[0] == SHARED
