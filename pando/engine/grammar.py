@@ -174,16 +174,18 @@ def _schema(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
+def is_deeper(value: Any, most: int) -> bool:
+    """Are objects and lists nested in more than so many levels? One that holds itself is, too."""
+    level = [value]
+    for _ in range(most):
+        level = [inner for one in level if isinstance(one, Mapping | list) for inner in (one.values() if isinstance(one, Mapping) else one)]
+    return any(isinstance(one, Mapping | list) for one in level)
+
+
 def schema_text(schema: Mapping[str, Any], layout: Mapping[str, str | bool] = COMPACT) -> str:
     """The schema as JSON, if it is neither too deep nor too long. Answers get this layout, unless its own "x-guidance" says otherwise."""
-    level: list[Any] = [schema]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise InvalidSampling(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; move parts of it to $defs")
-        inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level if isinstance(value, Mapping | list)]
-        level = [value for values in inner for value in values if isinstance(value, Mapping | list)]
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
+        raise InvalidSampling(f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; move parts of it to $defs")
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:

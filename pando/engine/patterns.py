@@ -50,7 +50,8 @@ class _Ways:
 
     def _counted(self, schema: Mapping[str, Any]) -> int:
         pattern, named = schema.get("pattern"), schema.get("format")
-        for regex in (pattern, *self._names(schema.get("patternProperties"))):
+        names = schema.get("patternProperties")
+        for regex in (pattern, *(names if isinstance(names, Mapping) else ())):
             if isinstance(regex, str):
                 check_regex(regex, "pattern in the JSON schema")
         own = len(pattern) + _LEAST if isinstance(pattern, str) else 1
@@ -60,9 +61,6 @@ class _Ways:
         inner = [*apart, *(self.of(schema.get(key)) for key in _SCHEMAS), *self._each(schema.get("properties"))]
         together = prod([own, *members["allOf"], *self._each(schema.get("patternProperties")), self._referred(schema.get("$ref"))])
         return min(together * max([1, *members["anyOf"]]) * max([1, *members["oneOf"]]) * max(inner), MAX_WAYS + 1)
-
-    def _names(self, schemas: Any) -> Iterable[str]:
-        return schemas if isinstance(schemas, Mapping) else ()
 
     def _each(self, schemas: Any) -> Iterable[int]:
         return [self.of(each) for each in schemas.values()] if isinstance(schemas, Mapping) else []

@@ -1,11 +1,12 @@
 """What clients of OpenAI's Responses API send. Each body is a chat, written otherwise: it becomes one, and is answered as one."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
+from ..engine.grammar import is_deeper
 from ..engine.request import MAX_LOGPROBS
 from .failures import from_validation
 from .formats import CONSTRAINTS, JsonSchema, ResponseFormat
@@ -35,14 +36,14 @@ _STORED = "nothing is stored: send the whole conversation as input, and what of 
 _FORMAT = "answers follow text.format: say it there, as a JSON schema"
 
 
-def _type_of(kinds: Mapping[str | None, str]) -> Callable[[object], str | None]:
+def _by_type(kinds: Mapping[str | None, str], forms: str) -> Discriminator:
     """Which of a union's forms an object claims to be by its type."""
 
     def found(value: object) -> str | None:
         kind = value.get("type") if isinstance(value, dict) else ""
         return kinds.get(kind) if kind is None or isinstance(kind, str) else None
 
-    return found
+    return Discriminator(found, custom_error_type="wrong_form", custom_error_message=f"Input should be {forms}")
 
 
 class TextPart(Body):
@@ -57,23 +58,15 @@ class RefusalPart(Body):
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    Discriminator(
-        _type_of({"input_text": "<text>", "output_text": "<text>", "refusal": "<refusal>"}),
-        custom_error_type="wrong_form",
-        custom_error_message="Input should be a part of type input_text, output_text or refusal: only text is understood",
+    _by_type(
+        {"input_text": "<text>", "output_text": "<text>", "refusal": "<refusal>"},
+        "a part of type input_text, output_text or refusal: only text is understood",
     ),
 ]
 Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     one_of("a string or a list of text parts"),
 ]
-
-
-def _levels(value: object) -> int:
-    levels, inner = 0, [value]
-    while inner := [each for one in inner for each in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())]:
-        levels += 1
-    return levels
 
 
 def _text(content: str | list[TextPart | RefusalPart]) -> str:
@@ -110,18 +103,15 @@ Item = Annotated[
     | Annotated[CallItem, Tag("<call>")]
     | Annotated[CallOutputItem, Tag("<output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(
-        _type_of(
-            {
-                None: "<message>",
-                "message": "<message>",
-                "function_call": "<call>",
-                "function_call_output": "<output>",
-                "reasoning": "<reasoning>",
-            }
-        ),
-        custom_error_type="wrong_form",
-        custom_error_message="Input should be an item of type message, function_call, function_call_output or reasoning; "
+    _by_type(
+        {
+            None: "<message>",
+            "message": "<message>",
+            "function_call": "<call>",
+            "function_call_output": "<output>",
+            "reasoning": "<reasoning>",
+        },
+        "an item of type message, function_call, function_call_output or reasoning; "
         "no other tools are run here, and nothing is stored that an item could refer to",
     ),
 ]
@@ -164,10 +154,9 @@ class SchemaFormat(JsonSchema):
 
 Format = Annotated[
     Annotated[PlainFormat, Tag("<plain>")] | Annotated[SchemaFormat, Tag("<schema>")],
-    Discriminator(
-        _type_of({"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}),
-        custom_error_type="wrong_form",
-        custom_error_message="Input should be of type text, json_object or json_schema",
+    _by_type(
+        {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"},
+        "of type text, json_object or json_schema",
     ),
 ]
 
@@ -214,7 +203,7 @@ class ResponsesBody(Sampling):
         wanted = self.text.format if self.text is not None else None
         schemas = {"tools": [tool.parameters for tool in self.tools or ()], "text": [getattr(wanted, "schema_", None)]}
         for name, found in schemas.items():
-            if _levels(found) > MAX_LEVELS:
+            if is_deeper(found, MAX_LEVELS):
                 raise ValueError(f"{name}: has a schema that is nested deeper than {MAX_LEVELS} levels; move parts of it to $defs")
         try:
             self.chat  # noqa: B018  # what it refuses is refused now, while that can be said with 422

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,8 @@ from pydantic import BaseModel
 from pando.engine.engine import Engine
 from pando.engine.request import TokenEvent
 
-from .live import NAME, Live
+from ..tiny import tiny_model
+from .live import NAME, Live, live
 
 WAIT = 60.0  # seconds for what takes milliseconds on a machine with nothing else to do
 
@@ -56,6 +58,15 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock", "strict": True}}
+
+
+@contextmanager
+def live_with_tools(folder: Path) -> Iterator[Live]:
+    """A server whose chat template takes tools."""
+    template = folder / "hermes.jinja"
+    template.write_text(HERMES_TEMPLATE)
+    with live(tiny_model(max_positions=1024), chat_template=str(template)) as server:
+        yield server
 
 
 @contextmanager

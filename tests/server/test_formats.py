@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..tiny import END, tiny_model
-from .clients import CLOCK, HERMES_TEMPLATE, LLAMA_TEMPLATE, WEATHER, ask, client_of, each_client_of, exactly, quoted, said
+from ..tiny import END
+from .clients import CLOCK, LLAMA_TEMPLATE, WEATHER, ask, client_of, each_client_of, exactly, live_with_tools, quoted, said
 from .live import NAME, Live, live
 
 
@@ -30,9 +30,7 @@ class Tree(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(HERMES_TEMPLATE)
-    with live(tiny_model(max_positions=1024), chat_template=str(template)) as server:
+    with live_with_tools(tmp_path_factory.mktemp("template")) as server:
         yield server
 
 

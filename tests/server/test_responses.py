@@ -20,8 +20,8 @@ from pando.server.prompts import Asked, Prompt
 from pando.server.responses import ResponseAnswers
 from pando.server.responses_wire import ResponsesBody
 
-from ..tiny import END, tiny_model
-from .clients import CLOCK, HERMES_TEMPLATE, WEATHER, braked, client_of, counters, each_client_of, fetch, said, wait_for
+from ..tiny import END
+from .clients import CLOCK, WEATHER, braked, client_of, counters, each_client_of, fetch, live_with_tools, said, wait_for
 from .live import NAME, Live, live
 
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]  # type: ignore[dict-item]
@@ -37,9 +37,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(HERMES_TEMPLATE)
-    with live(tiny_model(max_positions=1024), chat_template=str(template)) as server:
+    with live_with_tools(tmp_path_factory.mktemp("template")) as server:
         yield server
 
 

@@ -28,7 +28,7 @@ SAID, ANSWERED = (20, 50, 120, 300, 600), (40, 100, 200, 300)  # tokens of a tur
 LONGEST = 7000  # tokens of a conversation; then another begins
 IDLE = 0.0005  # seconds
 SHARES = ("50", "90", "99", "100")  # percent
-SPANS = 5  # of the time, each told apart: what comes first is not yet captured
+SPANS = 5  # of the time, each told apart: what comes first may be slower
 HEADS = ("until s", "rows", "tok/s", "first ms", "90 %", "next ms", "90 %", "99 %", "longest", "captured %")
 
 
