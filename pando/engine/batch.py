@@ -16,10 +16,11 @@ from torch import Tensor
 from ..kernels import reference
 from ..kernels.cpu import Lowering
 from ..kernels.native import Dense, Library, NativeLowering, supports
+from ..kernels.ops import Attend
 from ..kernels.reads import Reads
 from ..kernels.reference import Geometry
 from ..kv.plan import DEFAULT, CostModel, Plan, plan, ranges
-from ..model.decoder import Attend, Step
+from ..model.decoder import Step
 from ..model.load import Model
 from .across import sent
 from .row import Row, Schedule

@@ -18,12 +18,13 @@ from torch import Tensor
 from ..errors import InvalidOption, InvalidPrompt
 from ..kernels import reference
 from ..kernels.fp8 import store
+from ..kernels.ops import Attend
 from ..kernels.reads import joined
 from ..kernels.rope import rotate, turns
 from ..kv.pool import PagePool
 from ..kv.run import Run, context_digest
 from ..kv.segment import Key
-from ..model.decoder import Attend, Decoder, Step
+from ..model.decoder import Decoder, Step
 from .batch import Lower
 from .imports import Import
 from .row import EARLY

@@ -48,13 +48,17 @@ class CpuLinear:
             else:
                 self.spare -= weight.nbytes
         made = {form: self.forms[form](weight, bias) for form in set(chosen.values())}
-        one, few, many, most = (made[chosen[rows]] for rows in ROWS)
+        by_rows = {rows: made[form] for rows, form in chosen.items()}
+        return by_rows[1] if len(made) == 1 else lambda x: by_rows[_timed(len(x))](x)
 
-        def apply(x: Tensor) -> Tensor:
-            rows = len(x)
-            return (one if rows == 1 else few if rows <= 16 else many if rows <= 64 else most)(x)
+    def is_native(self, rows: int) -> bool:
+        """Are all of them the C kernel's, for so many rows of input?"""
+        return self.chosen[_timed(rows)] == "native"
 
-        return one if len(made) == 1 else apply
+
+def _timed(rows: int) -> int:
+    """The number of rows that stands for so many."""
+    return 1 if rows == 1 else 8 if rows <= 16 else 32 if rows <= 64 else 256
 
 
 def _torch(weight: Tensor, bias: Tensor | None) -> Apply:

@@ -311,6 +311,45 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 
 #include "attend.h"
 
+/* ---- a layer of a decoder ------------------------------------------------------------------------------------------------------ */
+
+/* Its weights, and their sizes: C of the stream, I of what is gated. */
+typedef struct {
+    const el *norm, *qkv, *qkv_bias, *o, *o_bias, *mlp_norm, *up, *up_bias, *down, *down_bias;
+    int32_t C, I, H, K, D;
+    float eps;
+} Layer;
+
+static void add(el *x, const el *more, int T, int C) {
+#pragma omp parallel for schedule(static) if (T > 16)
+    for (int t = 0; t < T; t++) {
+        el *to = x + (int64_t)t * C;
+        const el *from = more + (int64_t)t * C;
+        int i = 0;
+        for (; i + WIDTH <= C; i += WIDTH) store(to + i, load(to + i) + load(from + i));
+        for (; i < C; i++) to[i] = down(up(to[i]) + up(from[i]));
+    }
+}
+
+/* All of the above for tokens [T, C], one behind the other. They take in `more`, or none, that the layer before wants added; what this one
+   does is `out`, which may be the same. It works on a desk of [T, C + 2 H D + 2 K D + 3 I]. */
+void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el *desk, const float *turn, int pairs, const int64_t *slots, el *k, el *v, int T) {
+    int C = l->C, I = l->I, H = l->H, K = l->K, D = l->D;
+    el *normed = desk, *qkv = normed + (int64_t)T * C, *turned = qkv + (int64_t)T * (H + 2 * K) * D;
+    el *both = turned + (int64_t)T * H * D, *gated = both + (int64_t)T * 2 * I;
+    if (more) add(x, more, T, C);
+    rms_norm(x, l->norm, normed, T, C, C, l->eps);
+    linear(normed, l->qkv, l->qkv_bias, qkv, T, C, (H + 2 * K) * D);
+    rotate_and_store(qkv, turn, pairs, slots, turned, k, v, T, H, K, D);
+    attend(plan, turned, k, v);
+    linear(plan->out, l->o, l->o_bias, out, T, H * D, C);
+    add(x, out, T, C);
+    rms_norm(x, l->mlp_norm, normed, T, C, C, l->eps);
+    linear(normed, l->up, l->up_bias, both, T, C, 2 * I);
+    silu_gate(both, gated, T, I);
+    linear(gated, l->down, l->down_bias, out, T, I, C);
+}
+
 /* Whether there are tile instructions, and they may be used. */
 int has_tiles(void) {
 #ifdef TILES

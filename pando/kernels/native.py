@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .cpu import Run, Square, split_own
-from .ops import Activation, Apply, FusedOps, TorchOps
+from .ops import Activation, Apply, Attend, FusedOps, Maps, TorchOps, Whole
 from .reads import Reads, joined
 from .reference import Geometry
 from .tiling import Left, Tiling
@@ -48,6 +48,16 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("starts", "of", "parts", "peaks", "sums")),
         *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """What its `layer` is given of one."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("norm", "qkv", "qkv_bias", "o", "o_bias", "mlp_norm", "up", "up_bias", "down", "down_bias")),
+        *((name, ctypes.c_int32) for name in ("size", "inner", "heads", "kv_heads", "head_dim")),
+        ("eps", ctypes.c_float),
     ]
 
 
@@ -126,6 +136,7 @@ class Library:
         self.rotate_and_store = _declare(library.rotate_and_store, p, p, i, p, p, p, p, i, i, i, i)
         self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
         self.attend = _declare(library.attend, p, p, p, p)
+        self.layer = _declare(library.layer, p, p, p, p, p, p, p, i, p, p, p, i)
         self.tiles = bool(library.has_tiles())
 
 
@@ -149,8 +160,38 @@ def native_linear(library: Library, weight: Tensor, bias: Tensor | None) -> Appl
 
 
 class NativeOps(FusedOps):
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    def __init__(self, library: Library, is_best: Callable[[int], bool] | None = lambda rows: True) -> None:
+        """`is_best`: are the linear maps of so many rows those of C? None: they never are."""
+        self.library, self._is_best = library, is_best
+
+    def whole(self, maps: Maps) -> Whole | None:
+        """One call instead of ten, between which Python takes longer than a small model's layer, and others of its threads may hold it."""
+        if (is_best := self._is_best) is None:
+            return None
+        tensors = [maps.norm, *maps.qkv, *maps.o, maps.mlp_norm, *maps.up, *maps.down]
+        kept = [None if each is None else each.contiguous() for each in tensors]
+        heads, kv_heads, head_dim = maps.heads, maps.kv_heads, maps.head_dim
+        size, inner = len(maps.norm), maps.down[0].shape[1]
+        layer = Layer(*(None if each is None else each.data_ptr() for each in kept), size, inner, heads, kv_heads, head_dim, maps.eps)
+        width = size + 2 * (heads + kv_heads) * head_dim + 3 * inner
+        run, place = self.library.layer, ctypes.addressof(layer)
+
+        def apply(
+            x: Tensor, more: Tensor | None, turn: Tensor, slots: Tensor, attend: Attend, k: Tensor, v: Tensor,
+            keeps: tuple[object, ...] = (layer, kept),  # C has only their addresses
+        ) -> Tensor | None:  # fmt: skip
+            rows, plan = len(x), _plan_of(attend)
+            if plan is None or k.dtype != x.dtype or not is_best(rows):
+                return None
+            desk, out = x.new_empty(rows * width), torch.empty_like(x) if more is None else more
+            added = None if more is None else more.data_ptr()
+            run(
+                place, plan, x.data_ptr(), added, out.data_ptr(), desk.data_ptr(),
+                turn.data_ptr(), turn.shape[-1], slots.data_ptr(), k.data_ptr(), v.data_ptr(), rows,
+            )  # fmt: skip
+            return out
+
+        return apply
 
     def rms_norm(self, weight: Tensor, eps: float) -> Apply:
         run, size, w = self.library.rms_norm, len(weight), weight
@@ -285,6 +326,11 @@ class NativeLowering:
         self._library.attend(self._place, turned.data_ptr(), k.data_ptr(), v.data_ptr())
         return self._out
 
+    @property
+    def plan(self) -> int | None:
+        """Where C finds what it needs to attend in any layer, if it can do so alone."""
+        return None if self._dense or self._tiling.turn is not None else self._place
+
     def _with_moved(self, q: Tensor, turned: Tensor) -> Tensor:
         """The step's queries, and behind them those of moved placements."""
         turn, which, queries = self._tiling.turn, self._tiling.readers_moved, self._queries
@@ -295,3 +341,8 @@ class NativeLowering:
             len(which), *turned.shape[1:],
         )  # fmt: skip
         return queries
+
+
+def _plan_of(attend: Attend) -> int | None:
+    lowering = getattr(attend, "__self__", None)
+    return lowering.plan if isinstance(lowering, NativeLowering) else None

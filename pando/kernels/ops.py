@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +14,11 @@ Apply = Callable[[Tensor], Tensor]
 AddNorm = Callable[[Tensor, Tensor | None], Tensor]  # the norm of a stream, to which what is given is added first, in place
 Linear = Callable[[Weight, Tensor | None], Apply]  # (weight, bias): a place to pack weights for a device
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# (q, not rotated [T, H, D]; q rotated at the step's positions, or q itself [T, H, D]; k and v of the pool [S, K, D]) -> [T, H, D]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (the stream [T, C]; what it has yet to take in; how its positions turn; its slots; who attends; k and v of the pool) -> what it has then
+# yet to take in; None, and nothing is done, where it cannot be done for these
+Whole = Callable[[Tensor, Tensor | None, Tensor, Tensor, Attend, Tensor, Tensor], Tensor | None]
 
 ACTIVATIONS: dict[Activation, Apply] = {
     "silu": F.silu,
@@ -21,6 +26,21 @@ ACTIVATIONS: dict[Activation, Apply] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+class Maps(NamedTuple):
+    """Of a layer whose MLP reads the stream behind attention, and is gated by SiLU. Norms are RMS; maps have a bias or none."""
+
+    norm: Tensor
+    qkv: tuple[Tensor, Tensor | None]
+    o: tuple[Tensor, Tensor | None]
+    mlp_norm: Tensor
+    up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
 
 
 def add_norm(norm: Apply) -> AddNorm:
@@ -69,6 +89,10 @@ class TorchOps:
         store(k, slots, key)
         store(v, slots, value)
         return q, turned
+
+    def whole(self, maps: Maps) -> Whole | None:
+        """Such a layer in one call, where there is one."""
+        return None
 
 
 class FusedOps(TorchOps):

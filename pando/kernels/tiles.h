@@ -96,7 +96,7 @@ static inline void transpose_pairs(const el *const rows[SIDE], int count, pair_o
    where they lie, each block while the next is being fetched. Answers 0, and has done nothing, where it cannot. */
 static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, int I, int O) {
     int groups = (T + SIDE - 1) / SIDE, steps = I / DEPTH;
-    if (T == 1 || I % DEPTH || O % SIDE || !tiles_granted()) return 0;
+    if (I % DEPTH || O % SIDE || !tiles_granted()) return 0;
     pair_of_el *packed = aligned_alloc(64, (size_t)groups * steps * SIDE * SIDE * sizeof(pair_of_el));
     if (!packed) return 0;
 #pragma omp parallel

@@ -3,7 +3,6 @@
 T tokens of any number of rows go through one forward pass; which of them belong together is known to `step.attend` alone.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -14,14 +13,11 @@ from torch import Tensor
 
 from ..kernels import fp8
 from ..kernels.fp8 import Scaled, Weight
-from ..kernels.ops import ACTIVATIONS, AddNorm, Apply, Linear, TorchOps, add_norm
+from ..kernels.ops import ACTIVATIONS, AddNorm, Apply, Attend, Linear, Maps, TorchOps, Whole, add_norm
 from ..kernels.reference import Geometry, alibi_slopes
 from ..kernels.rope import frequencies, turns
 from .config import ModelConfig
 from .weights import LayerWeights, Norm, Weights
-
-# (q, not rotated [T, H, D]; q rotated at the step's positions, or q itself [T, H, D]; k and v of the pool [S, K, D]) -> [T, H, D]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -108,9 +104,7 @@ class Decoder:
         """Answers what has yet to be added to the stream: the norm behind it does so."""
         more = None
         for index in layers:
-            layer = self.layers[index]
-            normed = layer.attn_norm(x, more)
-            more = layer.finish(x, normed, layer.attention(normed, turn, step, *pool.layer(index)))
+            more = self.layers[index](x, more, turn, step, *pool.layer(index))
         return more
 
     def store(self, index: int, x: Tensor, turn: Tensor | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -132,6 +126,17 @@ class _Layer:
         self.qk_norm: Tensor | None = None  # [H + K, D]: one product serves queries and keys
         if weights.q_norm is not None and weights.k_norm is not None:
             self.qk_norm = torch.cat((weights.q_norm.weight.expand(self.heads, -1), weights.k_norm.weight.expand(self.kv_heads, -1)))
+
+        self.whole = _whole(weights, config, ops)
+
+    def __call__(self, x: Tensor, more: Tensor | None, turn: Tensor | None, step: Step, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Adds to the stream what it has yet to take in, and answers the same of this layer."""
+        if self.whole is not None and turn is not None:
+            done = self.whole(x, more, turn, step.slots, step.attend, k_pool, v_pool)
+            if done is not None:
+                return done
+        normed = self.attn_norm(x, more)
+        return self.finish(x, normed, self.attention(normed, turn, step, k_pool, v_pool))
 
     def attention(self, normed: Tensor, turn: Tensor | None, step: Step, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         q, turned = self.take_apart(normed, turn, step.slots, k_pool, v_pool)
@@ -158,6 +163,17 @@ class _Layer:
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))
+
+
+def _whole(weights: LayerWeights, config: ModelConfig, ops: TorchOps) -> Whole | None:
+    """All of it in one call, if it is of the usual kind."""
+    w, usual = weights, (config.block, config.norm, config.gated, config.activation, config.clip_qkv)
+    if usual != ("sequential", "rms", True, "silu", None) or w.mlp_norm is None or w.q_norm is not None or w.k_norm is not None:
+        return None
+    if isinstance(w.qkv, Scaled) or isinstance(w.o, Scaled) or isinstance(w.up, Scaled) or isinstance(w.down, Scaled):
+        return None
+    maps = (w.qkv, w.qkv_bias), (w.o, w.o_bias), w.mlp_norm.weight, (w.up, w.up_bias), (w.down, w.down_bias)
+    return ops.whole(Maps(w.attn_norm.weight, *maps, config.heads, config.kv_heads, config.head_dim, config.norm_eps))
 
 
 def _up(weights: LayerWeights, config: ModelConfig, linear: Linear, ops: TorchOps) -> Apply:

@@ -100,7 +100,8 @@ def assembled(
 def _on_cpu(weights: Weights, place: torch.device, library: Library | None) -> tuple[Linear, TorchOps]:
     samples = [layer.up for layer in weights.layers if isinstance(layer.up, Tensor)]
     linear = CpuLinear(samples or [weights.head], free_memory(place) // 8, library)
-    return linear, TorchOps() if library is None else NativeOps(library)
+    is_best = linear.is_native if "native" in linear.chosen.values() else None
+    return linear, TorchOps() if library is None else NativeOps(library, is_best)
 
 
 def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[Linear, TorchOps]:

@@ -17,8 +17,9 @@ from pando.config import EngineConfig
 from pando.engine.llm import LLM
 from pando.engine.request import Request
 from pando.kernels import native
-from pando.kernels.native import Dense, Library, NativeOps, Unavailable, native_linear
-from pando.kernels.ops import TorchOps
+from pando.kernels.native import Dense, Library, NativeLowering, NativeOps, Unavailable, native_linear
+from pando.kernels.ops import Attend, Maps, TorchOps
+from pando.kernels.reads import joined
 from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, turns
 
@@ -36,7 +37,7 @@ def close(out: torch.Tensor, exact: torch.Tensor, roundings: int = 4) -> bool:
 # ---- linear maps by tiles
 
 
-@pytest.mark.parametrize("rows", [2, 15, 16, 17, 33, 64, 65, 130])
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64, 65, 130])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (32, 33), (31, 32), (160, 576)])
 def test_a_product_by_tiles_is_the_product(rows: int, shape: tuple[int, int]) -> None:
     """Tile instructions as this machine has them, and as they are defined; shapes that do not fill a tile go another way."""
@@ -121,6 +122,88 @@ def test_keys_are_rotated_into_their_slots(dtype: torch.dtype, rotated: int | No
     assert (pools[0] == 9.0).all(-1).all(-1).sum() == 50 - rows, "something else than the slots was written"
 
 
+# ---- a layer in one call
+
+
+def layer_maps(dtype: torch.dtype, biased: bool) -> Maps:
+    """Of 6 and 2 heads of 32."""
+    size, inner = 96, 80
+
+    def made(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
+        return weight.to(dtype), bias.to(dtype) if biased else None
+
+    norms = [(1 + torch.randn(size) / 4).to(dtype) for _ in range(2)]
+    return Maps(norms[0], made(10 * 32, size), made(size, 6 * 32), norms[1], made(2 * inner, size), made(size, inner), 6, 2, 32, 1e-5)
+
+
+@pytest.mark.parametrize("library", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, "-DTILES_IN_C")])
+@pytest.mark.parametrize("rows", [1, 3, 20, 70])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], rows: int, biased: bool, adds: bool) -> None:
+    """To the last bit: tokens of one row behind 40 others."""
+    dtype, c = library[0], native_library(*library)
+    ops, maps, geometry = NativeOps(c), layer_maps(dtype, biased), Geometry(6, 2, 32, 32**-0.5, frequencies(32, 1e4)[0])
+    at = 40 + torch.arange(rows)
+    turn, slots = turns(at, frequencies(32, 1e4)[0]), 16 + at
+    reads = joined(16, [(list(range(1, 9)), 40 + rows, 0, range(rows), [0] * rows)])
+    pools = torch.randn(2, 144, 2, 32).to(dtype)
+    x, more = torch.randn(2, rows, 96).to(dtype)
+    lowering = NativeLowering(c, Dense(), reads, at, geometry)
+    qkv, o, up, down = (native_linear(c, *each) for each in (maps.qkv, maps.o, maps.up, maps.down))
+
+    stream, (k, v) = x.clone(), pools.clone()
+    normed = ops.add_rms_norm(maps.norm, maps.eps)(stream, more if adds else None)
+    attended = lowering.attend(*ops.rotate_and_store(qkv(normed).view(rows, 10, 32), turn, slots, k, v), k, v).flatten(1)
+    found = down(ops.gate("silu")(up(ops.add_rms_norm(maps.mlp_norm, maps.eps)(stream, o(attended)))))
+
+    whole, others, (other_k, other_v) = ops.whole(maps), x.clone(), pools.clone()
+    assert whole is not None
+    done = whole(others, more.clone() if adds else None, turn, slots, lowering.attend, other_k, other_v)
+    assert done is not None
+    for mine, one_by_one in ((done, found), (others, stream), (other_k, k), (other_v, v)):
+        assert mine.isfinite().all()
+        assert torch.equal(mine, one_by_one)
+
+
+def test_what_c_cannot_do_alone_is_left_as_it_is() -> None:
+    """A layer is done step by step where others attend, a placement is moved, torch answers a read, or torch's maps are the faster ones."""
+    c, maps, freqs = native_library(), layer_maps(torch.float32, False), frequencies(32, 1e4)[0]
+    geometry, at, slots = Geometry(6, 2, 32, 32**-0.5, freqs), 40 + torch.arange(20), 16 + torch.arange(20)
+    x, pools = torch.randn(20, 96), torch.randn(2, 160, 2, 32)
+
+    def lowering(shift: int, dense: Dense) -> NativeLowering:
+        return NativeLowering(c, dense, joined(16, [(list(range(9)), 40, 0, range(20), [shift] * 20)]), at, geometry)
+
+    def tried(attend: Attend, ops: NativeOps, k: torch.Tensor) -> bool:
+        stream, more, keys, values = x.clone(), torch.ones_like(x), k.clone(), pools[1].clone()
+        whole = ops.whole(maps)
+        assert whole is not None
+        done = whole(stream, more, turns(at, freqs), slots, attend, keys, values)
+        unchanged = torch.equal(stream, x) and torch.equal(keys, k) and torch.equal(values, pools[1]) and bool((more == 1).all())
+        assert (done is None) == unchanged
+        return done is not None
+
+    plain, few = lowering(0, Dense()), NativeOps(c, lambda rows: rows < 20)
+    assert tried(plain.attend, NativeOps(c), pools[0])
+    assert not tried(lambda q, turned, k, v: q, NativeOps(c), pools[0])
+    assert not tried(lowering(8, Dense()).attend, NativeOps(c), pools[0])
+    assert not tried(lowering(0, Dense(True, True)).attend, NativeOps(c), pools[0])
+    assert not tried(plain.attend, NativeOps(c), pools[0].to(torch.float8_e4m3fn))
+    assert not tried(plain.attend, few, pools[0])
+    assert NativeOps(c, None).whole(maps) is None
+
+
+def test_one_row_is_multiplied_as_it_is_among_others() -> None:
+    """By tiles, where there are any: an answer alone is that of a batch, also where nothing is left of a sum but its roundings."""
+    half, weights = torch.randn(20, 160), torch.randn(64, 160)
+    x, w = (torch.cat(both, 1).to(torch.bfloat16) for both in ((half, -half.roll(7, 1)), (weights, weights.roll(7, 1))))
+    apply = native_linear(native_library(torch.bfloat16, "-DTILES_IN_C"), w, None)
+    for row in (0, 7, 19):
+        assert torch.equal(apply(x[row : row + 1])[0], apply(x)[row])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (4, 16), (31, 33), (66, 100), (65, 131)])
 def test_a_linear_map_of_any_shape_equals_torchs(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -177,7 +260,7 @@ def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_another_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, source = Calls(monkeypatch), tmp_path / "native.c"
-    names = ("linear", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend", "has_tiles")
+    names = ("linear", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend", "layer", "has_tiles")
     functions = "".join(f"void {name}(void) {{}}\n" for name in names)
     monkeypatch.setattr(native, "SOURCE", source)
     for text in (functions, functions + "/* changed */"):
