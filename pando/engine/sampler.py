@@ -25,8 +25,16 @@ Likeliest = tuple[Tensor, Tensor]  # of each row the token with the largest logi
 
 
 def likeliest(logits: Tensor) -> Likeliest:
-    best, tokens = logits.max(dim=-1)
+    best, tokens = _best(logits)
     return tokens, _told(best, tokens)
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the largest logit, or NaN if there is one, and its token, the first of several. On a CPU numpy takes a fifth of the time."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return logits.max(dim=-1)
+    tokens = torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.gather(-1, tokens[:, None])[:, 0], tokens
 
 
 def _told(best: Tensor, tokens: Tensor) -> Tensor:
@@ -213,7 +221,7 @@ class Sampler:
         _hold(logits, groups, ahead)
         self._penalise(logits, groups, ahead, unread.tokens if unread is not None else None)
         self._constrain(logits, groups)
-        best, tokens = logits.max(dim=-1)
+        best, tokens = _best(logits)
         left = self._draw(logits, best, tokens, groups.random, groups.members, ahead) if groups.random is not None else None
         told, logprobs = _told(best, tokens), _score(raw, tokens[groups.scored_at], groups) if raw is not None else None
         return Choices(tokens, Returning(told), left, logprobs)
