@@ -233,24 +233,35 @@ void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O
 
 /* ---- between the linear maps -------------------------------------------------------------------------------------------------- */
 
-/* out = x / rms(x), rounded as the model's dtype does, times weight. x may lie in rows `stride` apart. */
+/* to = x / rms(x), rounded as the model's dtype does, times weight; to may be x. */
+static inline void norm_one(const el *x, const el *weight, el *to, int size, float eps) {
+    vec squares = {0};
+    float sum = 0;
+    int i = 0, j = 0;
+    for (; i + WIDTH <= size; i += WIDTH) squares += load(x + i) * load(x + i);
+    for (; i < size; i++) sum += up(x[i]) * up(x[i]);
+    float scale = 1.0f / sqrtf((sum + total(squares)) / size + eps);
+    for (; j + WIDTH <= size; j += WIDTH) {
+        store(to + j, load(x + j) * scale);
+        store(to + j, load(to + j) * load(weight + j));
+    }
+    for (; j < size; j++) to[j] = down(up(down(up(x[j]) * scale)) * up(weight[j]));
+}
+
+/* The same of every row of x, which may lie `stride` apart. */
 void rms_norm(const el *x, const el *weight, el *out, int T, int size, int64_t stride, float eps) {
 #pragma omp parallel for schedule(static) if (T > 16)
-    for (int t = 0; t < T; t++) {
-        const el *row = x + t * stride;
-        el *to = out + (int64_t)t * size;
-        vec squares = {0};
-        float sum = 0;
-        int i = 0, j = 0;
-        for (; i + WIDTH <= size; i += WIDTH) squares += load(row + i) * load(row + i);
-        for (; i < size; i++) sum += up(row[i]) * up(row[i]);
-        float scale = 1.0f / sqrtf((sum + total(squares)) / size + eps);
-        for (; j + WIDTH <= size; j += WIDTH) {
-            store(to + j, load(row + j) * scale);
-            store(to + j, load(to + j) * load(weight + j));
+    for (int t = 0; t < T; t++) norm_one(x + t * stride, weight, out + (int64_t)t * size, size, eps);
+}
+
+/* The same in place, of the first heads of qkv [T, heads, D], each of which has a weight of its own. */
+static void norm_heads(el *qkv, const el *weights, int T, int heads, int normed, int D, float eps) {
+#pragma omp parallel for schedule(static) if (T > 16)
+    for (int t = 0; t < T; t++)
+        for (int h = 0; h < normed; h++) {
+            el *head = qkv + ((int64_t)t * heads + h) * D;
+            norm_one(head, weights + h * D, head, D, eps);
         }
-        for (; j < size; j++) to[j] = down(up(down(up(row[j]) * scale)) * up(weight[j]));
-    }
 }
 
 /* out [T, I] = silu(x[:, :I]) * x[:, I:]. */
@@ -315,7 +326,7 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 
 /* Its weights, and their sizes: C of the stream, I of what is gated. */
 typedef struct {
-    const el *norm, *qkv, *qkv_bias, *o, *o_bias, *mlp_norm, *up, *up_bias, *down, *down_bias;
+    const el *norm, *qkv, *qkv_bias, *qk_norm, *o, *o_bias, *mlp_norm, *up, *up_bias, *down, *down_bias; /* a bias, and qk_norm, or none */
     int32_t C, I, H, K, D;
     float eps;
 } Layer;
@@ -340,6 +351,7 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     if (more) add(x, more, T, C);
     rms_norm(x, l->norm, normed, T, C, C, l->eps);
     linear(normed, l->qkv, l->qkv_bias, qkv, T, C, (H + 2 * K) * D);
+    if (l->qk_norm) norm_heads(qkv, l->qk_norm, T, H + 2 * K, H + K, D, l->eps);
     rotate_and_store(qkv, turn, pairs, slots, turned, k, v, T, H, K, D);
     attend(plan, turned, k, v);
     linear(plan->out, l->o, l->o_bias, out, T, H * D, C);

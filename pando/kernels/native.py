@@ -55,7 +55,8 @@ class Layer(ctypes.Structure):
     """What its `layer` is given of one."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("norm", "qkv", "qkv_bias", "o", "o_bias", "mlp_norm", "up", "up_bias", "down", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("norm", "qkv", "qkv_bias", "qk_norm", "o", "o_bias")),
+        *((name, ctypes.c_void_p) for name in ("mlp_norm", "up", "up_bias", "down", "down_bias")),
         *((name, ctypes.c_int32) for name in ("size", "inner", "heads", "kv_heads", "head_dim")),
         ("eps", ctypes.c_float),
     ]
@@ -168,7 +169,7 @@ class NativeOps(FusedOps):
         """One call instead of ten, between which Python takes longer than a small model's layer, and others of its threads may hold it."""
         if (is_best := self._is_best) is None:
             return None
-        tensors = [maps.norm, *maps.qkv, *maps.o, maps.mlp_norm, *maps.up, *maps.down]
+        tensors = [maps.norm, *maps.qkv, maps.qk_norm, *maps.o, maps.mlp_norm, *maps.up, *maps.down]
         kept = [None if each is None else each.contiguous() for each in tensors]
         heads, kv_heads, head_dim = maps.heads, maps.kv_heads, maps.head_dim
         size, inner = len(maps.norm), maps.down[0].shape[1]

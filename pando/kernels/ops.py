@@ -33,6 +33,7 @@ class Maps(NamedTuple):
 
     norm: Tensor
     qkv: tuple[Tensor, Tensor | None]
+    qk_norm: Tensor | None  # [H + K, D]: of each query and key
     o: tuple[Tensor, Tensor | None]
     mlp_norm: Tensor
     up: tuple[Tensor, Tensor | None]

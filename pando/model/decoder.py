@@ -126,8 +126,17 @@ class _Layer:
         self.qk_norm: Tensor | None = None  # [H + K, D]: one product serves queries and keys
         if weights.q_norm is not None and weights.k_norm is not None:
             self.qk_norm = torch.cat((weights.q_norm.weight.expand(self.heads, -1), weights.k_norm.weight.expand(self.kv_heads, -1)))
+        self.whole = self._whole(weights, config, ops)
 
-        self.whole = _whole(weights, config, ops)
+    def _whole(self, w: LayerWeights, config: ModelConfig, ops: TorchOps) -> Whole | None:
+        """All of it in one call, if it is of the usual kind."""
+        usual = (config.block, config.norm, config.gated, config.activation, config.clip_qkv)
+        if usual != ("sequential", "rms", True, "silu", None) or w.mlp_norm is None:
+            return None
+        if isinstance(w.qkv, Scaled) or isinstance(w.o, Scaled) or isinstance(w.up, Scaled) or isinstance(w.down, Scaled):
+            return None
+        maps = (w.qkv, w.qkv_bias), self.qk_norm, (w.o, w.o_bias), w.mlp_norm.weight, (w.up, w.up_bias), (w.down, w.down_bias)
+        return ops.whole(Maps(w.attn_norm.weight, *maps, self.heads, self.kv_heads, self.head_dim, self.eps))
 
     def __call__(self, x: Tensor, more: Tensor | None, turn: Tensor | None, step: Step, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Adds to the stream what it has yet to take in, and answers the same of this layer."""
@@ -163,17 +172,6 @@ class _Layer:
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))
-
-
-def _whole(weights: LayerWeights, config: ModelConfig, ops: TorchOps) -> Whole | None:
-    """All of it in one call, if it is of the usual kind."""
-    w, usual = weights, (config.block, config.norm, config.gated, config.activation, config.clip_qkv)
-    if usual != ("sequential", "rms", True, "silu", None) or w.mlp_norm is None or w.q_norm is not None or w.k_norm is not None:
-        return None
-    if isinstance(w.qkv, Scaled) or isinstance(w.o, Scaled) or isinstance(w.up, Scaled) or isinstance(w.down, Scaled):
-        return None
-    maps = (w.qkv, w.qkv_bias), (w.o, w.o_bias), w.mlp_norm.weight, (w.up, w.up_bias), (w.down, w.down_bias)
-    return ops.whole(Maps(w.attn_norm.weight, *maps, config.heads, config.kv_heads, config.head_dim, config.norm_eps))
 
 
 def _up(weights: LayerWeights, config: ModelConfig, linear: Linear, ops: TorchOps) -> Apply:

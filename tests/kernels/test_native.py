@@ -125,26 +125,30 @@ def test_keys_are_rotated_into_their_slots(dtype: torch.dtype, rotated: int | No
 # ---- a layer in one call
 
 
-def layer_maps(dtype: torch.dtype, biased: bool) -> Maps:
-    """Of 6 and 2 heads of 32."""
+def layer_maps(dtype: torch.dtype, biased: bool, normed: bool = False) -> Maps:
+    """Of 6 and 2 heads of 32, whose queries and keys have norms or none."""
     size, inner = 96, 80
 
     def made(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
         return weight.to(dtype), bias.to(dtype) if biased else None
 
-    norms = [(1 + torch.randn(size) / 4).to(dtype) for _ in range(2)]
-    return Maps(norms[0], made(10 * 32, size), made(size, 6 * 32), norms[1], made(2 * inner, size), made(size, inner), 6, 2, 32, 1e-5)
+    norms = [(1 + torch.randn(shape) / 4).to(dtype) for shape in ((size,), (size,), (8, 32))]
+    qk_norm = norms[2] if normed else None
+    return Maps(
+        norms[0], made(10 * 32, size), qk_norm, made(size, 6 * 32), norms[1], made(2 * inner, size), made(size, inner), 6, 2, 32, 1e-5
+    )
 
 
 @pytest.mark.parametrize("library", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, "-DTILES_IN_C")])
 @pytest.mark.parametrize("rows", [1, 3, 20, 70])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], rows: int, biased: bool, adds: bool) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], rows: int, biased: bool, adds: bool, normed: bool) -> None:
     """To the last bit: tokens of one row behind 40 others."""
     dtype, c = library[0], native_library(*library)
-    ops, maps, geometry = NativeOps(c), layer_maps(dtype, biased), Geometry(6, 2, 32, 32**-0.5, frequencies(32, 1e4)[0])
+    ops, maps, geometry = NativeOps(c), layer_maps(dtype, biased, normed), Geometry(6, 2, 32, 32**-0.5, frequencies(32, 1e4)[0])
     at = 40 + torch.arange(rows)
     turn, slots = turns(at, frequencies(32, 1e4)[0]), 16 + at
     reads = joined(16, [(list(range(1, 9)), 40 + rows, 0, range(rows), [0] * rows)])
@@ -154,8 +158,12 @@ def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], r
     qkv, o, up, down = (native_linear(c, *each) for each in (maps.qkv, maps.o, maps.up, maps.down))
 
     stream, (k, v) = x.clone(), pools.clone()
-    normed = ops.add_rms_norm(maps.norm, maps.eps)(stream, more if adds else None)
-    attended = lowering.attend(*ops.rotate_and_store(qkv(normed).view(rows, 10, 32), turn, slots, k, v), k, v).flatten(1)
+    read = ops.add_rms_norm(maps.norm, maps.eps)(stream, more if adds else None)
+    heads = qkv(read).view(rows, 10, 32)
+    if maps.qk_norm is not None:
+        for head, weight in enumerate(maps.qk_norm):
+            heads[:, head] = ops.rms_norm(weight, maps.eps)(heads[:, head])
+    attended = lowering.attend(*ops.rotate_and_store(heads, turn, slots, k, v), k, v).flatten(1)
     found = down(ops.gate("silu")(up(ops.add_rms_norm(maps.mlp_norm, maps.eps)(stream, o(attended)))))
 
     whole, others, (other_k, other_v) = ops.whole(maps), x.clone(), pools.clone()
