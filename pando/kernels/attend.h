@@ -25,6 +25,7 @@ typedef struct {
     float *parts;                        /* partial results [parts, H, D] */
     float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H]: a vector more is read */
     int32_t count, longer, threads, T, H, K, D; /* chains, and those of them behind which all are short */
+    int32_t columns; /* packed queries from which they are the lanes of vectors */
     float scale; /* times log2(e): inside the kernel weights are powers of 2 */
 } Work;
 
@@ -78,6 +79,7 @@ static inline void ask_for(const Work *w, const Block *block, int j) {
 }
 
 #include "by_vectors.h"
+#include "by_columns.h"
 #ifdef TILES
 #include "by_tiles.h"
 #endif
@@ -104,7 +106,8 @@ static void attend_chain(const Work *w, int chain, int h, Block next, Desk *desk
         return;
     }
 #endif
-    look_by_vectors(w, tile, last, h, next, desk);
+    if (rows_of_tile(w, tile) >= w->columns) look_by_columns(w, tile, last, h, next, desk);
+    else look_by_vectors(w, tile, last, h, next, desk);
 }
 
 static void do_task(const Work *w, int task, Desk *desk) {

@@ -12,12 +12,16 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
+#ifdef WIDTH /* lanes of a vector, as on another machine */
+#elif defined(__AVX512F__)
 #define WIDTH 16
 #elif defined(__AVX__)
 #define WIDTH 8
 #else
 #define WIDTH 4
+#endif
+#if defined(__AVX512F__) && WIDTH == 16
+#define WIDE
 #endif
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -42,7 +46,7 @@ static inline vec load(const el *p) {
     return (vec)(__builtin_convertvector(h, bits_vec) << 16);
 }
 static inline void store(el *p, vec x) { /* `down` of every lane */
-#if defined(__AVX512BF16__) && WIDTH == 16
+#if defined(__AVX512BF16__) && defined(WIDE)
     __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
     memcpy(p, &narrow, sizeof narrow);
 #else
@@ -99,7 +103,7 @@ typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
 static inline vec either(ints which, vec a, vec b) { return (vec)(((ints)a & which) | ((ints)b & ~which)); }
 
 static inline vec larger(vec a, vec b) { /* b, where one of them is NaN */
-#ifdef __AVX512F__
+#ifdef WIDE
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return either(a > b, a, b);
@@ -117,11 +121,15 @@ static inline float largest(vec x) {
     return a > b ? a : b;
 }
 
-static inline int any_above(vec x, float limit) {
-#ifdef __AVX512F__
+static inline int any_above(vec x, float limit) { /* NaN is not */
+#ifdef WIDE
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0; /* a third of the work of finding the largest */
 #else
-    return largest(x) > limit;
+    ints above = x > limit;
+    uint64_t part[sizeof above / 8], any = 0;
+    memcpy(part, &above, sizeof above);
+    for (unsigned i = 0; i < sizeof above / 8; i++) any |= part[i];
+    return any != 0;
 #endif
 }
 
@@ -282,7 +290,7 @@ void silu_gate(const el *x, el *out, int T, int I) {
 /* Rotates a head: `turn` holds a cosine and a sine for each of `pairs` adjacent pairs; the rest passes through. */
 static inline void rotate_head(const el *head, const float *turn, int pairs, int D, el *to) {
     int p = 0;
-#ifdef __AVX512F__
+#ifdef WIDE
     for (; 2 * p + WIDTH <= 2 * pairs; p += WIDTH / 2) { /* neighbours change places, and of two products one is taken away or added */
         __m512 x = (__m512)load(head + 2 * p), both = (__m512)load_float(turn + 2 * p);
         __m512 crossed = _mm512_mul_ps(_mm512_permute_ps(x, 0xb1), _mm512_movehdup_ps(both));
@@ -361,6 +369,9 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     silu_gate(both, gated, T, I);
     linear(gated, l->down, l->down_bias, out, T, I, C);
 }
+
+/* Lanes of a vector. */
+int width(void) { return WIDTH; }
 
 /* Whether there are tile instructions, and they may be used. */
 int has_tiles(void) {

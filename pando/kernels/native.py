@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import lt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD, DEPTH, LANES = 256, 256, 32, 16  # as in attend.h, native.c and tiles.h
 VECTOR_ROWS = 96  # packed queries that look together by vectors; by tiles as many as there may be, for the fewest passes over the keys
+NEVER = 1 << 30
+FEWEST = 8  # packed queries that may be lanes of vectors, three quarters of which are full
 TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave threads without work
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
 RUN_QUERIES, SQUARE_QUERIES, PROBE_KEYS = 32, 128, 2048  # of the reads that are timed: a batch over a prefix, a prompt
@@ -46,7 +49,7 @@ class Work(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen", "ahead")),
         *((name, ctypes.c_void_p) for name in ("starts", "of", "parts", "peaks", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns")),
         ("scale", ctypes.c_float),
     ]
 
@@ -138,7 +141,7 @@ class Library:
         self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
         self.attend = _declare(library.attend, p, p, p, p)
         self.layer = _declare(library.layer, p, p, p, p, p, p, p, i, p, p, p, i)
-        self.tiles = bool(library.has_tiles())
+        self.tiles, self.columns = bool(library.has_tiles()), max(FEWEST, library.width() * 3 // 4)
 
 
 def _declare(function: "ctypes._NamedFuncPointer", *types: type) -> "ctypes._NamedFuncPointer":
@@ -237,24 +240,27 @@ def supports(geometry: Geometry) -> bool:
 
 
 class Dense(NamedTuple):
-    """Which reads of many queries torch's kernel answers faster here: it may have matrix instructions that C has no words for."""
+    """Which reads of many queries torch's kernel answers faster here: it may have matrix instructions that C has no words for. And whether
+    C had better make queries the lanes of its vectors, and not what they are made of."""
 
     runs: bool = False
     squares: bool = False
+    columns: bool = True
 
     @classmethod
     def measure(cls, library: Library, geometry: Geometry) -> "Dense":
         k, v = torch.randn(2, PROBE_KEYS, geometry.kv_heads, geometry.head_dim).to(library.dtype)
-        faster = []
+        spent: dict[Dense, list[float]] = {cls(columns=False): [], cls(): [], cls(True, True): []}
         for count, before in ((RUN_QUERIES, PROBE_KEYS), (SQUARE_QUERIES, 0)):  # queries behind the keys, and among them
             q = torch.randn(count, geometry.heads, geometry.head_dim).to(library.dtype)
             reads = joined(PROBE_KEYS, [([0], before or count, 0, range(count), [0] * count)])
-            spent = []
-            for dense in (cls(True, True), cls(False, False)):
+            for dense, times in spent.items():
                 lowering = NativeLowering(library, dense, reads, before + torch.arange(count), geometry)
-                spent.append(seconds(lambda q=q, lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
-            faster.append(spent[0] < spent[1])
-        return cls(*faster)
+                times.append(seconds(lambda q=q, lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
+        by_rows, by_columns, by_torch = spent.values()
+        columns = sum(by_columns) < sum(by_rows)
+        runs, squares = map(lt, by_torch, by_columns if columns else by_rows)
+        return cls(runs, squares, columns)
 
 
 class NativeLowering:
@@ -265,6 +271,7 @@ class NativeLowering:
 
     def __init__(self, library: Library, dense: Dense, reads: Reads, positions: Tensor, geometry: Geometry) -> None:
         self._library, self._geometry, self._count = library, geometry, len(positions)
+        self._columns = library.columns if dense.columns else NEVER
         self._dense: list[tuple[Run | Square, slice]] = []
         left = self._share_out(reads, dense, positions)
         threads = torch.get_num_threads()
@@ -282,7 +289,7 @@ class NativeLowering:
     def _share_out(self, reads: Reads, dense: Dense, positions: Tensor) -> Left:
         """Gives to torch's kernel what it does faster; answers what is left."""
         begin, end, owners = np.zeros(len(reads), np.int64), reads.tokens.astype(np.int64), list[int]()
-        many = np.flatnonzero((np.diff(reads.query_starts) >= DENSE_QUERIES) & (reads.tokens > 0)) if any(dense) else ()
+        many = np.flatnonzero((np.diff(reads.query_starts) >= DENSE_QUERIES) & (reads.tokens > 0)) if dense.runs or dense.squares else ()
         for r in map(int, many):
             whole, own = split_own(reads.read(r), positions.numpy())
             before = len(whole.slots) if whole is not None else 0
@@ -314,7 +321,8 @@ class NativeLowering:
         return Work(
             None, None, None, self._out.data_ptr(), slopes, *(array.ctypes.data for array in arrays),
             self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
-            len(tiling.chains) - 1, tiling.longer, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, g.scale * LOG2_E,
+            len(tiling.chains) - 1, tiling.longer, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, self._columns,
+            g.scale * LOG2_E,
         )  # fmt: skip
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:

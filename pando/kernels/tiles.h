@@ -217,7 +217,7 @@ static inline void unpack_sums(const float *sums, int D, float *const *rows, int
     }
 }
 
-#if defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(WIDE) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 #define CUT
 #define HALF 0x1p-8f /* of the last place that a bfloat16 keeps: what has it added is rounded by being cut */
 #else
@@ -228,7 +228,7 @@ static inline void unpack_sums(const float *sums, int D, float *const *rows, int
    where it is too large for a float, and NaN stays NaN. */
 static inline void powers_roughly(vec x[4]) {
     vec f[4], p[4];
-#ifdef __AVX512DQ__
+#if defined(WIDE) && defined(__AVX512DQ__)
     for (int i = 0; i < 4; i++) f[i] = (vec)_mm512_reduce_ps((__m512)x[i], 1); /* less the next lower whole number */
 #else
     vec n[4];
@@ -241,7 +241,7 @@ static inline void powers_roughly(vec x[4]) {
     for (int i = 0; i < 4; i++) p[i] = f[i] * 7.802452e-2f + 2.2606717e-1f;
     for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + 6.9583353e-1f;
     for (int i = 0; i < 4; i++) p[i] = p[i] * f[i] + (9.9992522e-1f + HALF);
-#ifdef __AVX512DQ__
+#if defined(WIDE) && defined(__AVX512DQ__)
     for (int i = 0; i < 4; i++) x[i] = (vec)_mm512_scalef_ps((__m512)p[i], (__m512)x[i]);
 #else
     for (int i = 0; i < 4; i++) x[i] = either(nothing[i], all(0), (vec)((ints)p[i] + ((ints)n[i] << 23)));

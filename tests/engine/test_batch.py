@@ -85,7 +85,7 @@ class Forest:
 
 def paths(reads: Reads, positions: torch.Tensor, geometry: Geometry) -> dict[str, Lowering | NativeLowering]:
     found: dict[str, Lowering | NativeLowering] = {"torch": Lowering(reads, positions, geometry)}
-    for dense in (Dense(), Dense(True, True), Dense(True, False), Dense(False, True)):
+    for dense in (Dense(), Dense(columns=False), Dense(True, True), Dense(True, False), Dense(False, True)):
         found[f"native, {dense}"] = NativeLowering(native_library(), dense, reads, positions, geometry)
     return found
 

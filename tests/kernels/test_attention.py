@@ -18,7 +18,8 @@ from ..tiny import native_library
 
 PAGE, SLOTS = 4, 9600
 SOME, MANY = DENSE_QUERIES + 4, DENSE_SQUARE + 6  # so many queries are handed to torch's kernel: at least a run, and both
-PATHS = {"torch": None} | {f"native, {dense}": dense for dense in (Dense(), Dense(True, True), Dense(True, False), Dense(False, True))}
+WAYS = (Dense(), Dense(columns=False), Dense(True, True), Dense(True, False), Dense(False, True))
+PATHS = {"torch": None} | {f"native, {dense}": dense for dense in WAYS}
 
 Numbers = list[int]
 Parts = list[tuple[Sequence[int], int, int, Sequence[int], Sequence[int]]]  # as `joined` takes them
@@ -177,6 +178,15 @@ def test_every_cpu_path_takes_heads_of_every_shape(group: int) -> None:
             case.check(case.paths(), case.positions)
 
 
+@pytest.mark.parametrize("width", [4, 8])
+def test_vectors_as_other_machines_have_them_give_the_same(width: int) -> None:
+    for seed in range(16):
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        case = Case(seed, ("rope", "alibi")[seed // 2 % 2], dtype, shape=((1, 3, 8)[seed % 3], (64, 80, 96)[seed // 3 % 3]))
+        library, plan = native_library(dtype, f"-DWIDTH={width}"), (case.reads, case.positions, case.geometry)
+        case.check({str(dense): NativeLowering(library, dense, *plan) for dense in WAYS[:2]}, case.positions)
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
 def test_attention_by_tiles_equals_the_definition(positions: str) -> None:
     for seed in range(12):
@@ -272,9 +282,9 @@ def test_float16_stays_within_its_rounding() -> None:
         case.check({"torch": case.lower(None)}, case.positions)
 
 
-@pytest.mark.parametrize("dense", PATHS.values(), ids=PATHS.keys())
+@pytest.mark.parametrize(("dense", "width"), [(dense, None) for dense in PATHS.values()] + [(dense, 4) for dense in WAYS[:2]])
 @pytest.mark.parametrize("spoilt", ["query", "key", "infinite key"])
-def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense | None, spoilt: str) -> None:
+def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense | None, width: int | None, spoilt: str) -> None:
     """A kernel that passes over it would answer something else in its place."""
     count = MANY
     k, v, q = torch.randn(3, 2 * count, 4, 64)
@@ -285,7 +295,8 @@ def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense |
         k[count + 7] = torch.nan if spoilt == "key" else torch.inf * q[7].sign()
     reads = joined(count, [([page], count, page * count, range(count), [0] * count) for page in (0, 1)])
     plan = reads, count + torch.arange(count), Geometry(4, 4, 64, 0.125)
-    lowering = Lowering(*plan) if dense is None else NativeLowering(native_library(), dense, *plan)
+    options = () if width is None else (f"-DWIDTH={width}",)
+    lowering = Lowering(*plan) if dense is None else NativeLowering(native_library(torch.float32, *options), dense, *plan)
     lost = lowering.attend(q, q, k, v).isnan().any(-1).any(-1)
     assert lost[7]
     assert not lost[:7].any()
