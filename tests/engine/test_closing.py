@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,8 @@ from pando.engine.tools import HERMES, functions
 
 from ..tiny import END, VOCAB, tiny_tokenizer
 from .test_grammar import allows
+
+jsonschema_rs = pytest.importorskip("jsonschema_rs", reason="A JUDGE OF JSON SCHEMAS IS NOT INSTALLED: pip install jsonschema_rs")
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
