@@ -160,11 +160,25 @@ static inline float exp2_one(float x) { return exp2_fast(all(x))[0]; }
 
 /* ---- linear maps -------------------------------------------------------------------------------------------------------------- */
 
-/* Four rows of weights against four rows of input: sixteen sums in registers for eight loads. */
-static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, float out[4][4]) {
+/* How far ahead weights are asked for, and into which cache: as measured on an Intel Xeon with AMX and on a Neoverse N1. */
+#ifdef __x86_64__
+#define AHEAD 8192
+#define CACHE 2
+#else
+#define AHEAD 2048
+#define CACHE 3
+#endif
+
+/* Four rows of weights against four rows of input: sixteen sums in registers for eight loads. As many weights from `next` on are asked for
+   meanwhile, if there is one. */
+static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, const el *next, float out[4][4]) {
     vec sum[4][4] = {{{0}}};
     int i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
+#ifdef __x86_64__
+        if (next)
+            for (unsigned line = 0; line < 4 * WIDTH * sizeof(el); line += 64) __builtin_prefetch((const char *)(next + 4 * i) + line, 0, CACHE);
+#endif
         vec b0 = load(x[0] + i), b1 = load(x[1] + i), b2 = load(x[2] + i), b3 = load(x[3] + i);
         for (int r = 0; r < 4; r++) {
             vec a = load(w[r] + i);
@@ -181,15 +195,6 @@ static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, f
             for (int j = i; j < n; j++) out[r][c] += up(w[r][j]) * up(x[c][j]);
     }
 }
-
-/* How far ahead weights are asked for, and into which cache: as measured on an Intel Xeon with AMX and on a Neoverse N1. */
-#ifdef __x86_64__
-#define AHEAD 8192
-#define CACHE 2
-#else
-#define AHEAD 2048
-#define CACHE 3
-#endif
 
 #define KEYS 64  /* keys looked at together */
 #define SIZE 256 /* the largest head */
@@ -231,7 +236,7 @@ void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O
             } else {
                 const el *inputs[4];
                 for (int c = 0; c < 4; c++) inputs[c] = x + (int64_t)(t + (c < columns ? c : 0)) * I;
-                dots_4x4(weights, inputs, I, out);
+                dots_4x4(weights, inputs, I, t ? 0 : w + (int64_t)(o + 4) * I, out);
             }
             for (int c = 0; c < columns; c++)
                 for (int r = 0; r < rows; r++) y[(int64_t)(t + c) * O + o + r] = down(out[r][c] + (bias ? up(bias[o + r]) : 0.0f));
