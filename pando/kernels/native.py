@@ -169,7 +169,7 @@ class NativeOps(FusedOps):
         self.library, self._is_best = library, is_best
 
     def whole(self, maps: Maps) -> Whole | None:
-        """One call instead of ten: what Python does between them is a tenth of a small model's step, and its other threads may hold it up."""
+        """One call instead of ten: what Python does between them is a tenth of a small model's step, and its other threads hold it up."""
         if (is_best := self._is_best) is None:
             return None
         tensors = [maps.norm, *maps.qkv, maps.qk_norm, *maps.o, maps.mlp_norm, *maps.up, *maps.down]
