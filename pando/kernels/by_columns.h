@@ -26,13 +26,11 @@ static inline __attribute__((always_inline)) void score_some(const float *q, int
     }
 }
 
-/* acc [vectors, D, WIDTH] += weights [vectors, KEYS, WIDTH] of up to KEYS values, for n vectors. */
+/* acc [vectors, D, WIDTH] += weights [vectors, KEYS, WIDTH] of up to KEYS values, for n vectors, added up by themselves as in `gather`. */
 static inline __attribute__((always_inline)) void gather_some(const float *weights, int n, const float *const *values, int count, int D, float *acc) {
     int d = 0;
     for (; d + ABREAST <= D; d += ABREAST) {
-        vec sum[ABREAST][VECTORS];
-        for (int i = 0; i < ABREAST; i++)
-            for (int c = 0; c < n; c++) sum[i][c] = load_float(acc + (c * D + d + i) * WIDTH);
+        vec sum[ABREAST][VECTORS] = {{{0}}};
         for (int j = 0; j < count; j++) {
             vec a[VECTORS];
             for (int c = 0; c < n; c++) a[c] = load_float(weights + (c * KEYS + j) * WIDTH);
@@ -40,13 +38,17 @@ static inline __attribute__((always_inline)) void gather_some(const float *weigh
                 for (int c = 0; c < n; c++) sum[i][c] += values[j][d + i] * a[c];
         }
         for (int i = 0; i < ABREAST; i++)
-            for (int c = 0; c < n; c++) store_float(acc + (c * D + d + i) * WIDTH, sum[i][c]);
+            for (int c = 0; c < n; c++) {
+                float *to = acc + (c * D + d + i) * WIDTH;
+                store_float(to, load_float(to) + sum[i][c]);
+            }
     }
     for (; d < D; d++)
         for (int c = 0; c < n; c++) {
-            vec sum = load_float(acc + (c * D + d) * WIDTH);
+            vec sum = {0};
+            float *to = acc + (c * D + d) * WIDTH;
             for (int j = 0; j < count; j++) sum += values[j][d] * load_float(weights + (c * KEYS + j) * WIDTH);
-            store_float(acc + (c * D + d) * WIDTH, sum);
+            store_float(to, load_float(to) + sum);
         }
 }
 
@@ -118,6 +120,7 @@ static inline void weigh_columns(float *scores, int count, const ints *visible, 
         for (int d = 0; d < D; d++) store_float(acc + d * WIDTH, load_float(acc + d * WIDTH) * shrink);
         *peak = top;
     }
+    vec added = {0};
     for (j = 0; j < count; j += 4) {
         int n = count - j < 4 ? count - j : 4;
         vec weight[4] = {{0}};
@@ -126,9 +129,10 @@ static inline void weigh_columns(float *scores, int count, const ints *visible, 
         for (int i = 0; i < n; i++) {
             if (visible) weight[i] = either((ints){0} + (j + i) < *visible, weight[i], all(0)); /* exactly: what lies there may be anything finite */
             store_float(scores + (j + i) * WIDTH, weight[i]);
-            *sum += weight[i];
+            added += weight[i];
         }
     }
+    *sum += added;
 }
 
 /* As by rows. */

@@ -31,15 +31,13 @@ static void score(const float *q, int rows, const float *const *keys, int count,
         }
 }
 
-/* acc [rows, D] += weights [rows, KEYS] x values. */
+/* acc [rows, D] += weights [rows, KEYS] x values, which are added up by themselves first: over 100,000 keys, one by one, roundings tell. */
 static void gather(const float *weights, int rows, const float *const *values, int count, int D, float *acc) {
     int d = 0;
     for (; d + 4 * WIDTH <= D; d += 4 * WIDTH)
         for (int r = 0; r < rows; r += 4) {
             int n = rows - r < 4 ? rows - r : 4;
-            vec sum[4][4];
-            for (int i = 0; i < 4; i++)
-                for (int c = 0; c < 4; c++) sum[i][c] = load_float(acc + (r + (i < n ? i : 0)) * D + d + c * WIDTH);
+            vec sum[4][4] = {{{0}}};
             for (int j = 0; j < count; j++) {
                 vec v0 = load_float(values[j] + d), v1 = load_float(values[j] + d + WIDTH);
                 vec v2 = load_float(values[j] + d + 2 * WIDTH), v3 = load_float(values[j] + d + 3 * WIDTH);
@@ -52,11 +50,17 @@ static void gather(const float *weights, int rows, const float *const *values, i
                 }
             }
             for (int i = 0; i < n; i++)
-                for (int c = 0; c < 4; c++) store_float(acc + (r + i) * D + d + c * WIDTH, sum[i][c]);
+                for (int c = 0; c < 4; c++) {
+                    float *to = acc + (r + i) * D + d + c * WIDTH;
+                    store_float(to, load_float(to) + sum[i][c]);
+                }
         }
     for (; d < D; d++)
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < count; j++) acc[r * D + d] += weights[r * KEYS + j] * values[j][d];
+        for (int r = 0; r < rows; r++) {
+            float sum = 0;
+            for (int j = 0; j < count; j++) sum += weights[r * KEYS + j] * values[j][d];
+            acc[r * D + d] += sum;
+        }
 }
 
 /* The scores of KEYS keys become weights. The peak moves, and sums and what was gathered so far are scaled to it, only when a score lies

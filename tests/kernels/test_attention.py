@@ -187,6 +187,21 @@ def test_vectors_as_other_machines_have_them_give_the_same(width: int) -> None:
         case.check({str(dense): NativeLowering(library, dense, *plan) for dense in WAYS[:2]}, case.positions)
 
 
+@pytest.mark.parametrize("dense", PATHS.values(), ids=PATHS.keys())
+def test_many_keys_that_weigh_the_same_are_added_up_well(dense: Dense | None) -> None:
+    """A sum that took in one after the other would round each of them alike. Half of the values are the same, too."""
+    tokens, count, size = 1 << 17, DENSE_QUERIES, 68
+    torch.manual_seed(0)
+    v, q = torch.randn(tokens, 1, size) + 1, torch.randn(count, 1, size)
+    v[..., ::2] = 1
+    k = (torch.randn(size) / 4).expand(tokens, 1, size).clone()
+    k[0] = 0  # weighs 1, and they something else
+    plan = joined(tokens, [([0], tokens, 0, range(count), [0] * count)]), tokens + torch.arange(count), Geometry(1, 1, size, 0.125)
+    lowering = Lowering(*plan) if dense is None else NativeLowering(native_library(), dense, *plan)
+    out, exact = lowering.attend(q, q, k, v), reference.attend(q.double(), k, v, [*plan[0].each()], *plan[1:])
+    assert (out - exact).abs().max() < tolerance(torch.float32) / 2
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi", "none"])
 def test_attention_by_tiles_equals_the_definition(positions: str) -> None:
     for seed in range(12):
