@@ -63,6 +63,7 @@ def _rounding_rows(model: Model) -> Model:
     decoder.layers = [copy.copy(layer) for layer in decoder.layers]
     for layer in decoder.layers:
         layer.qkv, layer.o, layer.up, layer.down = map(_of_rounded_rows, (layer.qkv, layer.o, layer.up, layer.down))
+        layer.whole = None  # which knows of none of them
     return replace(model, decoder=decoder)
 
 
