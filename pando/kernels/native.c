@@ -11,6 +11,13 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+/* Behind all headers, whose functions are others': what is defined here is called here, whatever else a process has of that name. */
+#pragma GCC visibility push(protected)
 
 #ifdef WIDTH /* lanes of a vector, as on another machine */
 #elif defined(__AVX512F__)

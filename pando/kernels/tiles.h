@@ -35,9 +35,6 @@ static inline int tiles_granted(void) { return 1; }
 static inline void tiles_begin(void) {}
 static inline void tiles_end(void) {}
 #else
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #define LOAD(n, from, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(from), "r"((int64_t)(stride)) : "memory")
 #define STORE(n, to, stride) __asm__ volatile("tilestored %%tmm" #n ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)) : "memory")
 #define DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")

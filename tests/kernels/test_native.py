@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,18 @@ def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], r
     for mine, one_by_one in ((done, found), (others, stream), (other_k, k), (other_v, v)):
         assert mine.isfinite().all()
         assert torch.equal(mine, one_by_one)
+
+
+def test_functions_of_others_with_the_same_names_are_not_called(tmp_path: Path) -> None:
+    (tmp_path / "others.c").write_text("".join(f"void {name}(void) {{}}\n" for name in ("linear", "rms_norm", "silu_gate", "attend")))
+    compiler = shutil.which("cc") or shutil.which("gcc") or "clang"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "others.so", tmp_path / "others.c"], check=True)
+    script = (
+        f"import ctypes, torch; ctypes.CDLL({str(tmp_path / 'others.so')!r}, mode=ctypes.RTLD_GLOBAL)\n"
+        f"from {__name__} import test_a_layer_in_one_call_is_its_steps_one_by_one as check\n"
+        "check((torch.float32,), 3, False, True, False)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 
 def test_what_c_cannot_do_alone_is_left_as_it_is() -> None:
