@@ -135,7 +135,7 @@ static inline void weigh_columns(float *scores, int count, const ints *visible, 
     *sum += added;
 }
 
-/* As by rows. */
+/* As `look_by_vectors`. */
 static __attribute__((noinline)) void look_by_columns(const Work *w, const Tile *tile, const Tile *last, int h, Block next, Desk *desk) {
     int D = w->D, rows = rows_of_tile(w, tile), vectors = (rows + WIDTH - 1) / WIDTH;
     const float *block[KEYS];
@@ -143,7 +143,7 @@ static __attribute__((noinline)) void look_by_columns(const Work *w, const Tile 
     memset(desk->acc, 0, (int64_t)vectors * WIDTH * D * sizeof(float));
     for (int v = 0; v < vectors; v++) peak[v] = all(-INFINITY), sum[v] = all(0);
     for (const Tile *at = tile; at < last; at++) {
-        Block behind = at + 1 < last ? (Block){w->slots + at[1].slots + at[1].from, at[1].to - at[1].from, h} : next;
+        Block behind = behind_of(w, at, last, h, next);
         int to = end_of(w, at);
         for (int r = 0; r < vectors * WIDTH; r++) {
             const el *from = query_of(w, at, h, r < rows ? r : 0);
@@ -151,11 +151,7 @@ static __attribute__((noinline)) void look_by_columns(const Work *w, const Tile 
             for (int d = 0; d < D; d++) column[d * WIDTH] = up(from[d]) * w->scale;
         }
         for (int from = at->from; from < to; from += KEYS) {
-            int count = to - from < KEYS ? to - from : KEYS;
-            const int32_t *slots = w->slots + at->slots + from;
-            rows_of(w->k, slots, count, w->K, h, D, desk->copy, block);
-            if (from + KEYS >= to)
-                for (int j = 0; j < behind.count && j < KEYS; j++) ask_for(w, &behind, j);
+            int count = keys_of(w, at, from, to, h, behind, desk->copy, block);
             score_columns(desk->q, vectors, block, count, D, desk->scores);
             for (int v = 0; v < vectors; v++) {
                 ints visible = {0};
@@ -164,7 +160,7 @@ static __attribute__((noinline)) void look_by_columns(const Work *w, const Tile 
                 if (w->slopes) lean_columns(w, at, h, v, rows, from, count, scores);
                 weigh_columns(scores, count, all_see ? 0 : &visible, peak + v, sum + v, desk->acc + (int64_t)v * D * WIDTH, D);
             }
-            rows_of(w->v, slots, count, w->K, h, D, desk->copy, block);
+            rows_of(w->v, w->slots + at->slots + from, count, w->K, h, D, desk->copy, block);
             gather_columns(desk->scores, vectors, block, count, D, desk->acc);
         }
     }

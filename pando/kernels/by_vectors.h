@@ -122,29 +122,38 @@ static inline void rows_of(const el *pool, const int32_t *slots, int count, int 
     }
 }
 
-/* Keys of each tile that somebody sees; before the last of them those that come next are asked for. Not inlined, so that its loops need not
-   share registers with others. */
+/* What comes behind a tile of a chain. */
+static inline Block behind_of(const Work *w, const Tile *tile, const Tile *last, int h, Block next) {
+    return tile + 1 < last ? (Block){w->slots + tile[1].slots + tile[1].from, tile[1].to - tile[1].from, h} : next;
+}
+
+/* The next keys of a tile, from `from` to `to` at most, as fp32; answers how many. With the last of them those behind it are asked for. */
+static inline int keys_of(const Work *w, const Tile *tile, int from, int to, int h, Block behind, float *scratch, const float **keys) {
+    int count = to - from < KEYS ? to - from : KEYS;
+    rows_of(w->k, w->slots + tile->slots + from, count, w->K, h, w->D, scratch, keys);
+    if (from + KEYS >= to)
+        for (int j = 0; j < behind.count && j < KEYS; j++) ask_for(w, &behind, j);
+    return count;
+}
+
+/* Keys of each tile that somebody sees. Not inlined, so that its loops need not share registers with others. */
 static __attribute__((noinline)) void look_by_vectors(const Work *w, const Tile *tile, const Tile *last, int h, Block next, Desk *desk) {
     int D = w->D, rows = rows_of_tile(w, tile);
     const float *block[KEYS];
     memset(desk->acc, 0, (int64_t)rows * D * sizeof(float));
     for (int r = 0; r < rows; r++) desk->peak[r] = -INFINITY, desk->sum[r] = all(0);
     for (const Tile *at = tile; at < last; at++) {
-        Block behind = at + 1 < last ? (Block){w->slots + at[1].slots + at[1].from, at[1].to - at[1].from, h} : next;
+        Block behind = behind_of(w, at, last, h, next);
         int to = end_of(w, at);
         for (int r = 0; r < rows; r++) {
             const el *from = query_of(w, at, h, r);
             for (int d = 0; d < D; d++) desk->q[r * D + d] = up(from[d]) * w->scale;
         }
         for (int from = at->from; from < to; from += KEYS) {
-            int count = to - from < KEYS ? to - from : KEYS;
-            const int32_t *slots = w->slots + at->slots + from;
-            rows_of(w->k, slots, count, w->K, h, D, desk->copy, block);
-            if (from + KEYS >= to)
-                for (int j = 0; j < behind.count && j < KEYS; j++) ask_for(w, &behind, j);
+            int count = keys_of(w, at, from, to, h, behind, desk->copy, block);
             score(desk->q, rows, block, count, D, desk->scores);
             for (int r = 0; r < rows; r++) weigh_row(w, at, h, r, from, count, desk);
-            rows_of(w->v, slots, count, w->K, h, D, desk->copy, block);
+            rows_of(w->v, w->slots + at->slots + from, count, w->K, h, D, desk->copy, block);
             gather(desk->scores, rows, block, count, D, desk->acc);
         }
     }

@@ -1,6 +1,7 @@
 """From rows to attention: whatever is shared, whichever path reads it, the answer is that of rows that read alone."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from pando.kernels.rope import frequencies, rotate, turns
 from pando.kv.plan import ALWAYS, NEVER, CostModel, RowView, plan
 from pando.kv.segment import Placement, Segment
 
-from ..tiny import greedy, native_library, run, tiny_engine
+from ..tiny import greedy, native_library, run, tiny_engine, tiny_model
 
 PAGE = 4
 LENGTHS = [0, 1, PAGE - 1, PAGE, PAGE, PAGE + 1, 2 * PAGE, 10 * PAGE]  # of a segment
@@ -213,3 +214,20 @@ def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(
 def test_a_gpu_is_not_given_pages_that_its_kernels_cannot_take(caplog: pytest.LogCaptureFixture) -> None:
     assert lowering_for(torch.device("meta"), torch.float32, Geometry(4, 2, 64, 0.125), 12, None) is None
     assert "multiple of 16 tokens, not 12" in caplog.text
+
+
+def test_an_engine_does_whole_layers_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last, of which only some tokens are wanted."""
+    model, done = tiny_model(native=True, layers=4), list[bool]()
+    for layer in model.decoder.layers:
+
+        def watched(*given: torch.Tensor, whole: Callable[..., torch.Tensor | None] | None = layer.whole) -> torch.Tensor | None:
+            assert whole is not None
+            found = whole(*given)
+            done.append(found is not None)
+            return found
+
+        monkeypatch.setattr(layer, "whole", watched)
+    engine = tiny_engine(model)
+    run(engine, [Request(str(i), [3 + i, 4, 5], greedy(6)) for i in range(3)])
+    assert done == [True] * 3 * engine.steps

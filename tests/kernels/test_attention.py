@@ -178,6 +178,15 @@ def test_every_cpu_path_takes_heads_of_every_shape(group: int) -> None:
             case.check(case.paths(), case.positions)
 
 
+@pytest.mark.parametrize(("queries", "told_apart"), [(1, False), (40, True)])
+def test_queries_are_lanes_only_where_there_are_many(queries: int, told_apart: bool) -> None:
+    """Sums are then taken in another order: equal to the last bit would be the same way."""
+    k, v, q = torch.randn(3, 128, 1, 64)
+    reads, at = joined(128, [([0], 128, 0, range(queries), [0] * queries)]), torch.full((queries,), 128)
+    one, other = (NativeLowering(native_library(), dense, reads, at, Geometry(1, 1, 64, 0.125)) for dense in WAYS[:2])
+    assert torch.equal(one.attend(q, q, k, v), other.attend(q, q, k, v)) != told_apart
+
+
 @pytest.mark.parametrize("width", [4, 8])
 def test_vectors_as_other_machines_have_them_give_the_same(width: int) -> None:
     for seed in range(16):
