@@ -1,7 +1,8 @@
 """Linear maps on the CPU. Which form is quickest differs from machine to machine and with the number of rows: it is measured.
 
-There are three: torch's own product, the C kernel, which reads the same weight, and oneDNN's, which keeps the weight in a layout of its
-own. That copy is made only where it wins clearly, and the plain weight is dropped where it wins always.
+There are four: torch's own product, the C kernel, which reads the same weight, another in C, which reads the codes of a quantised one
+(`blocks`), and oneDNN's, which keeps the weight in a layout of its own. That copy is made only where it wins clearly, and the plain weight
+is dropped where nobody reads it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import fp8
 from .fp8 import Scaled, Weight
-from .native import Library, native_linear
+from .native import Library, coded_linear, native_linear
 from .ops import Apply
 from .timing import seconds
 
@@ -26,34 +27,40 @@ Maker = Callable[[Tensor, Tensor | None], Apply]
 
 class CpuLinear:
     """Makes linear maps in the forms that were quickest on `samples`, weights of the model. `spare` is how many bytes second copies of
-    weights may take in all."""
+    weights may take in all; `blocks` has the codes of those that are quantised, by their addresses."""
 
-    def __init__(self, samples: Sequence[Tensor], spare: int, library: Library | None) -> None:
-        self.spare = spare
+    def __init__(self, samples: Sequence[Tensor], spare: int, library: Library | None, blocks: Mapping[int, Tensor] | None = None) -> None:
+        self.spare, self.blocks = spare, blocks or {}
         forms: dict[str, Maker] = {"torch": _torch, "packed": _packed}
         if library is not None:
             forms["native"] = partial(native_linear, library)
+            if all(sample.data_ptr() in self.blocks for sample in samples):
+                forms["coded"] = lambda weight, bias: coded_linear(library, weight, bias, self.blocks[weight.data_ptr()])
         self.forms = forms
-        found = _measure(samples, forms)
-        self.chosen = _choose(found)  # by the number of rows
-        self.without_copies = _choose({rows: {k: v for k, v in times.items() if k != "packed"} for rows, times in found.items()})
+        self._found = _measure(samples, forms)
+        self.chosen = _choose(self._found)  # by the number of rows
 
     def __call__(self, weight: Weight, bias: Tensor | None) -> Apply:
         if isinstance(weight, Scaled):
             return fp8.linear(weight, bias)
-        chosen = dict(self.chosen)
-        if "packed" in chosen.values() and set(chosen.values()) != {"packed"}:
+        lacks = set() if weight.data_ptr() in self.blocks else {"coded"}
+        chosen = self._without(lacks)
+        if "packed" in chosen.values() and {"torch", "native"} & set(chosen.values()):
             if weight.nbytes > self.spare:
-                chosen = self.without_copies
+                chosen = self._without({"packed", *lacks})
             else:
                 self.spare -= weight.nbytes
         made = {form: self.forms[form](weight, bias) for form in set(chosen.values())}
         by_rows = {rows: made[form] for rows, form in chosen.items()}
         return by_rows[1] if len(made) == 1 else lambda x: by_rows[_timed(len(x))](x)
 
-    def is_native(self, rows: int) -> bool:
-        """Are all of them the C kernel's, for so many rows of input?"""
-        return self.chosen[_timed(rows)] == "native"
+    def _without(self, lacking: set[str]) -> dict[int, str]:
+        return _choose({rows: {form: spent for form, spent in times.items() if form not in lacking} for rows, times in self._found.items()})
+
+    def serves(self, form: str) -> Callable[[int], bool] | None:
+        """Is this the form of weights that have all of them, for so many rows of input? None: it never is."""
+        rows_served = {rows for rows, each in self.chosen.items() if each == form}
+        return (lambda rows: _timed(rows) in rows_served) if rows_served else None
 
 
 def _timed(rows: int) -> int:

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -251,6 +251,8 @@ void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O
     }
 }
 
+#include "blocks.h"
+
 /* ---- between the linear maps -------------------------------------------------------------------------------------------------- */
 
 /* to = x / rms(x), rounded as the model's dtype does, times weight; to may be x. */
@@ -347,6 +349,7 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 /* Its weights, and their sizes: C of the stream, I of what is gated. */
 typedef struct {
     const el *norm, *qkv, *qkv_bias, *qk_norm, *o, *o_bias, *mlp_norm, *up, *up_bias, *down, *down_bias; /* a bias, and qk_norm, or none */
+    int32_t qkv_kind, o_kind, up_kind, down_kind; /* as `linear_blocks` takes it */
     int32_t C, I, H, K, D;
     float eps;
 } Layer;
@@ -370,16 +373,16 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     el *both = turned + (int64_t)T * H * D, *gated = both + (int64_t)T * 2 * I;
     if (more) add(x, more, T, C);
     rms_norm(x, l->norm, normed, T, C, C, l->eps);
-    linear(normed, l->qkv, l->qkv_bias, qkv, T, C, (H + 2 * K) * D);
+    linear_blocks(normed, l->qkv, l->qkv_bias, qkv, T, C, (H + 2 * K) * D, l->qkv_kind);
     if (l->qk_norm) norm_heads(qkv, l->qk_norm, T, H + 2 * K, H + K, D, l->eps);
     rotate_and_store(qkv, turn, pairs, slots, turned, k, v, T, H, K, D);
     attend(plan, turned, k, v);
-    linear(plan->out, l->o, l->o_bias, out, T, H * D, C);
+    linear_blocks(plan->out, l->o, l->o_bias, out, T, H * D, C, l->o_kind);
     add(x, out, T, C);
     rms_norm(x, l->mlp_norm, normed, T, C, C, l->eps);
-    linear(normed, l->up, l->up_bias, both, T, C, 2 * I);
+    linear_blocks(normed, l->up, l->up_bias, both, T, C, 2 * I, l->up_kind);
     silu_gate(both, gated, T, I);
-    linear(gated, l->down, l->down_bias, out, T, I, C);
+    linear_blocks(gated, l->down, l->down_bias, out, T, I, C, l->down_kind);
 }
 
 /* Lanes of a vector. */

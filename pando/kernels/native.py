@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import lt
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .blocks import kind_of
 from .cpu import Run, Square, split_own
 from .ops import Activation, Apply, Attend, FusedOps, Maps, TorchOps, Whole
 from .reads import Reads, joined
@@ -60,6 +61,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("norm", "qkv", "qkv_bias", "qk_norm", "o", "o_bias")),
         *((name, ctypes.c_void_p) for name in ("mlp_norm", "up", "up_bias", "down", "down_bias")),
+        *((name, ctypes.c_int32) for name in ("qkv_kind", "o_kind", "up_kind", "down_kind")),
         *((name, ctypes.c_int32) for name in ("size", "inner", "heads", "kv_heads", "head_dim")),
         ("eps", ctypes.c_float),
     ]
@@ -141,6 +143,7 @@ class Library:
         self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
         self.attend = _declare(library.attend, p, p, p, p)
         self.layer = _declare(library.layer, p, p, p, p, p, p, p, i, p, p, p, i)
+        self.linear_blocks = _declare(library.linear_blocks, p, p, p, p, i, i, i, i)
         self.tiles, self.columns = bool(library.has_tiles()), max(FEWEST, library.width() * 3 // 4)
 
 
@@ -163,29 +166,50 @@ def native_linear(library: Library, weight: Tensor, bias: Tensor | None) -> Appl
     return apply
 
 
+def coded_linear(library: Library, weight: Tensor, bias: Tensor | None, blocks: Tensor) -> Apply:
+    """Of the weight no more than the shape is wanted."""
+    outputs, inputs = weight.shape
+    run, w, b, kind = library.linear_blocks, blocks.data_ptr(), None if bias is None else bias.data_ptr(), kind_of(blocks.shape[1], inputs)
+
+    def apply(x: Tensor, keeps: tuple[Tensor, Tensor | None] = (blocks, bias)) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty(len(x), outputs)
+        run(x.data_ptr(), w, b, y.data_ptr(), len(x), inputs, outputs, kind)
+        return y
+
+    return apply
+
+
+class Coded(NamedTuple):
+    """Weights that are there as codes, too."""
+
+    blocks: Mapping[int, Tensor]  # by the address of the plain one
+    is_best: Callable[[int], bool]  # are they the ones to multiply so many rows by?
+
+
 class NativeOps(FusedOps):
-    def __init__(self, library: Library, is_best: Callable[[int], bool] | None = lambda rows: True) -> None:
-        """`is_best`: are the linear maps of so many rows those of C? None: they never are."""
-        self.library, self._is_best = library, is_best
+    def __init__(self, library: Library, is_best: Callable[[int], bool] | None = lambda rows: True, coded: Coded | None = None) -> None:
+        """`is_best`: are the linear maps of so many rows those of C, and plain? None: they never are."""
+        self.library, self._is_best, self._coded = library, is_best, coded
 
     def whole(self, maps: Maps) -> Whole | None:
         """One call instead of ten: what Python does between them is a tenth of a small model's step, and its other threads hold it up."""
-        if (is_best := self._is_best) is None:
+        made = [(self._is_best, *_layer(maps, {}))] if self._is_best is not None else []
+        if self._coded is not None:
+            made.append((self._coded.is_best, *_layer(maps, self._coded.blocks)))
+        if not made:
             return None
-        tensors = [maps.norm, *maps.qkv, maps.qk_norm, *maps.o, maps.mlp_norm, *maps.up, *maps.down]
-        kept = [None if each is None else each.contiguous() for each in tensors]
-        heads, kv_heads, head_dim = maps.heads, maps.kv_heads, maps.head_dim
-        size, inner = len(maps.norm), maps.down[0].shape[1]
-        layer = Layer(*(None if each is None else each.data_ptr() for each in kept), size, inner, heads, kv_heads, head_dim, maps.eps)
-        width = size + 2 * (heads + kv_heads) * head_dim + 3 * inner
-        run, place = self.library.layer, ctypes.addressof(layer)
+        forms = [(is_best, ctypes.addressof(layer)) for is_best, layer, _ in made]
+        width = len(maps.norm) + 2 * (maps.heads + maps.kv_heads) * maps.head_dim + 3 * maps.down[0].shape[1]
+        run = self.library.layer
 
         def apply(
             x: Tensor, more: Tensor | None, turn: Tensor, slots: Tensor, attend: Attend, k: Tensor, v: Tensor,
-            keeps: tuple[object, ...] = (layer, kept),  # C has only their addresses
+            keeps: object = made,  # C has only their addresses
         ) -> Tensor | None:  # fmt: skip
             rows, plan = len(x), _plan_of(attend)
-            if plan is None or k.dtype != x.dtype or not is_best(rows):
+            place = next((place for is_best, place in forms if is_best(rows)), None)
+            if plan is None or place is None or k.dtype != x.dtype:
                 return None
             desk, out = x.new_empty(rows * width), torch.empty_like(x) if more is None else more
             added = None if more is None else more.data_ptr()
@@ -233,6 +257,19 @@ class NativeOps(FusedOps):
             qkv.data_ptr(), turn.data_ptr(), turn.shape[-1], slots.data_ptr(), turned.data_ptr(), k.data_ptr(), v.data_ptr(),
             count, heads, k.shape[1], size,
         )  # fmt: skip
+
+
+def _layer(maps: Maps, blocks: Mapping[int, Tensor]) -> tuple[Layer, list[Tensor | None]]:
+    """What C is given of one, with maps that are there as codes as such; and what it has the addresses of."""
+    weights = [weight.contiguous() for weight, _ in (maps.qkv, maps.o, maps.up, maps.down)]
+    codes = [blocks.get(weight.data_ptr()) for weight in weights]
+    kinds = [0 if each is None else kind_of(each.shape[1], weight.shape[1]) for each, weight in zip(codes, weights, strict=True)]
+    qkv, o, up, down = (weight if each is None else each for each, weight in zip(codes, weights, strict=True))
+    biases = [None if bias is None else bias.contiguous() for _, bias in (maps.qkv, maps.o, maps.up, maps.down)]
+    qk_norm = None if maps.qk_norm is None else maps.qk_norm.contiguous()
+    kept = [maps.norm, qkv, biases[0], qk_norm, o, biases[1], maps.mlp_norm, up, biases[2], down, biases[3]]
+    sizes = len(maps.norm), maps.down[0].shape[1], maps.heads, maps.kv_heads, maps.head_dim
+    return Layer(*(None if each is None else each.data_ptr() for each in kept), *kinds, *sizes, maps.eps), kept
 
 
 def supports(geometry: Geometry) -> bool:

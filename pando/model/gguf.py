@@ -7,21 +7,26 @@ The header is parsed here, with every count and offset checked against the size 
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import BadModelFile, PandoError, UnsupportedModel
+from .gguf_blocks import KINDS, NoBlocks, blocks_of
 from .gguf_layout import Layout, layout_of
 from .gguf_tokenizer import write_tokenizer
 from .shelf import Progress, sync
 
-CONVERTER_VERSION = 2  # part of the cache folder's name: raise it when the same file would be converted differently
+Array = np.ndarray[Any, Any]
 
+CONVERTER_VERSION = 3  # part of the cache folder's name: raise it when the same file would be converted differently
+
+BLOCKS = "blocks.safetensors"  # the file beside model.safetensors that has quantised weights as codes
+_AT_ONCE = 1 << 24  # weights that become codes at a time
 _HEADER_LIMIT = 64 << 20  # the largest known vocabularies take 16 MiB
 _MAX_NESTING = 4
 _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
@@ -164,13 +169,13 @@ def _encodings() -> dict[int, tuple[int, int]]:
 
 
 def convert(path: Path, into: Path, progress: Progress) -> None:
-    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the existing directory `into`, on disk."""
+    """Writes the files of a model into the existing directory `into`, on disk: settings, weights and what its tokenizer knows."""
     file = read(path)
     try:
         layout = _write_settings(file, into)
     except (TypeError, ValueError, ArithmeticError) as error:  # a list where one number belongs, a number where a text does
         raise BadModelFile(f"{path}: its metadata does not fit together ({error}); the file is corrupt") from error
-    _write_weights(file, layout, into / "model.safetensors", progress)
+    _write_weights(file, layout, into, progress)
     for written in [*into.iterdir(), into]:
         sync(written)
 
@@ -198,34 +203,80 @@ def _check_encodings(file: GGUFFile) -> None:
         _decode(file.path, some.name, np.zeros(one[1], np.uint8), kind, (one[0],))
 
 
-def _write_weights(file: GGUFFile, layout: Layout, target: Path, progress: Progress) -> None:
-    """The safetensors format, streamed: the length of a JSON header, the header, then the tensors end to end."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for source, name in layout.names.items():
+class _Entry(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    code: str  # of its dtype, as safetensors has it
+    shape: list[int]
+    size: int  # bytes
+    values: Callable[[], Array]
+
+
+def _write_weights(file: GGUFFile, layout: Layout, into: Path, progress: Progress) -> None:
+    """Plain, for everybody, and those that are quantised as codes, too, for linear maps of few rows."""
+
+    def entry(source: str, name: str) -> _Entry:
         tensor = file.tensors[source]
         code, dtype = _KEPT.get(tensor.kind, ("F32", "<f4"))
-        end = at + math.prod(tensor.shape) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": code, "shape": layout.shape(source, tensor.shape), "data_offsets": [at, end]}
-        at = end
+        size = math.prod(tensor.shape) * np.dtype(dtype).itemsize
+        return _Entry(name, code, layout.shape(source, tensor.shape), size, lambda: layout.arrange(source, _values(file.path, tensor)))
+
+    def coded(source: str, name: str) -> _Entry:
+        tensor = file.tensors[source]
+        rows, row_bytes = tensor.shape[0], tensor.shape[1] // 4 * KINDS[tensor.kind]
+        return _Entry(name, "U8", [rows, row_bytes], rows * row_bytes, lambda: layout.arrange(source, _blocks(file.path, tensor)))
+
+    plain = [entry(*each) for each in layout.names.items()]
+    codes = [coded(*each) for each in layout.names.items() if layout.keeps_rows(each[0]) and _has_blocks(file.tensors[each[0]])]
+    total = sum(each.size for each in (*plain, *codes))
+    _write(into / "model.safetensors", plain, lambda done: progress(done, total))
+    if not codes:
+        return
+    try:
+        before = total - sum(each.size for each in codes)
+        _write(into / BLOCKS, codes, lambda done: progress(before + done, total))
+    except NoBlocks:  # some number of it is none
+        (into / BLOCKS).unlink()
+
+
+def _write(target: Path, entries: Sequence[_Entry], progress: Callable[[int], None]) -> None:
+    """The safetensors format, streamed: the length of a JSON header, the header, then the tensors end to end."""
+    ends = list(accumulate((entry.size for entry in entries), initial=0))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for entry, (at, end) in zip(entries, pairwise(ends), strict=True):
+        header[entry.name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with target.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        done = 0
-        for source in layout.names:
-            values = layout.arrange(source, _values(file.path, file.tensors[source]))
-            out.write(np.ascontiguousarray(values).data)
-            done += values.nbytes
-            progress(done, at)
+        for entry, end in zip(entries, ends[1:], strict=True):
+            out.write(np.ascontiguousarray(entry.values()).data)
+            progress(end)
 
 
-def _values(path: Path, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
+def _has_blocks(tensor: GGUFTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.shape[1] % 32 == 0 and tensor.kind in KINDS
+
+
+def _blocks(path: Path, tensor: GGUFTensor) -> Array:
+    """A part of its rows at a time: beside the codes there is room for a part of the numbers, not for all of them."""
+    raw = np.memmap(path, np.uint8, "r", offset=tensor.offset, shape=(tensor.size,)).reshape(tensor.shape[0], -1)
+    step = max(1, _AT_ONCE // tensor.shape[1])
+
+    def decoded(part: Array) -> Array:
+        return _decode(path, tensor.name, part, tensor.kind, (len(part), tensor.shape[1]))
+
+    parts = (raw[at : at + step] for at in range(0, len(raw), step))
+    return np.concatenate([blocks_of(part, tensor.kind, _encodings()[tensor.kind][1], decoded) for part in parts])
+
+
+def _values(path: Path, tensor: GGUFTensor) -> Array:
     raw = np.memmap(path, np.uint8, "r", offset=tensor.offset, shape=(tensor.size,))
     return _decode(path, tensor.name, raw, tensor.kind, tensor.shape)
 
 
-def _decode(path: Path, name: str, raw: np.ndarray[Any, Any], kind: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _decode(path: Path, name: str, raw: Array, kind: int, shape: tuple[int, ...]) -> Array:
     """float16 and bfloat16 stay as they are; what is quantised becomes float32, since 16 bits do not hold scale times integer exactly."""
     if kind in _KEPT:
         return raw.view(_KEPT[kind][1]).reshape(shape)

@@ -42,6 +42,10 @@ class Layout:
     def shape(self, name: str, shape: tuple[int, ...]) -> list[int]:
         return list(shape[::-1] if self._is_transposed(name) else shape)
 
+    def keeps_rows(self, name: str) -> bool:
+        """Rows may change places, and each stays what it is."""
+        return not self._is_transposed(name)
+
     def _is_transposed(self, name: str) -> bool:
         return name.endswith(".weight") and name.split(".")[-2] in self.transposed
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BadModelFile, FetchFailed, ModelNotFound, PandoError, UnsupportedModel
-from .gguf import CONVERTER_VERSION, convert
+from .gguf import BLOCKS, CONVERTER_VERSION, convert
 from .shelf import Progress, Shelf
 
 
@@ -28,6 +28,7 @@ class ModelFiles:
     config: Path
     weights: tuple[Path, ...]
     tokenizer: Path
+    blocks: Path | None = None  # some of the weights as codes
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def _directory(path: Path) -> ModelFiles:
         files = sorted(path.glob("*.gguf"))
         hint = f"give the GGUF file itself: {files[0]}" if files else "a model needs config.json, tokenizer.json and *.safetensors"
         raise BadModelFile(f"{path} is no complete model: {', '.join(missing)} missing; {hint}")
-    return ModelFiles(path, path / "config.json", weight_files(path), path / "tokenizer.json")
+    blocks = path / BLOCKS
+    return ModelFiles(path, path / "config.json", weight_files(path), path / "tokenizer.json", blocks if blocks.is_file() else None)
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

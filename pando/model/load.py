@@ -11,7 +11,7 @@ from ..errors import InvalidOption
 from ..kernels import fp8, native
 from ..kernels.fp8 import FP8, Scaled
 from ..kernels.linear import CpuLinear, fastest_dtype
-from ..kernels.native import Library, NativeOps, Unavailable
+from ..kernels.native import Coded, Library, NativeOps, Unavailable
 from ..kernels.ops import Linear, TorchOps
 from .config import ModelConfig
 from .decoder import Decoder, plain_linear
@@ -69,8 +69,10 @@ def load(
     shelf = Shelf.of_user(shown=True)
     log.info("loading %s: %.1f GiB of weights", files.directory, sum(path.stat().st_size for path in files.weights) / 2**30)
     with shelf.bar("loading") as report:
-        weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8")
-    tokenizer, named = Tokenizer.from_directory(files.directory), digest(files.weights, config, shelf.sha256_of) + str(kind).encode()
+        blocks = files.blocks if place.type == "cpu" and compiled else None
+        weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8", blocks=blocks)
+    read = files.weights if blocks is None else (*files.weights, blocks)
+    tokenizer, named = Tokenizer.from_directory(files.directory), digest(read, config, shelf.sha256_of) + str(kind).encode()
     return assembled(config, weights, tokenizer, named, kind, place, compiled=compiled)
 
 
@@ -99,9 +101,11 @@ def assembled(
 
 def _on_cpu(weights: Weights, place: torch.device, library: Library | None) -> tuple[Linear, TorchOps]:
     samples = [layer.up for layer in weights.layers if isinstance(layer.up, Tensor)]
-    linear = CpuLinear(samples or [weights.head], free_memory(place) // 8, library)
-    is_best = linear.is_native if "native" in linear.chosen.values() else None
-    return linear, TorchOps() if library is None else NativeOps(library, is_best)
+    linear = CpuLinear(samples or [weights.head], free_memory(place) // 8, library, weights.blocks)
+    if library is None:
+        return linear, TorchOps()
+    few = linear.serves("coded")
+    return linear, NativeOps(library, linear.serves("native"), Coded(weights.blocks, few) if few else None)
 
 
 def _on_gpu(weights: Weights, kind: torch.dtype, place: torch.device) -> tuple[Linear, TorchOps]:

@@ -6,10 +6,11 @@ a tensor that is missing, of another shape or type, or that nobody asked for, is
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import BadModelFile, ModelNotFound, UnsupportedModel
+from ..kernels.blocks import kind_of, plain, shortened
 from ..kernels.fp8 import Weight, scaled
 from ..kernels.rope import interleave
 from .config import ModelConfig
 from .names import Shape, expected_tensors, names_of
 from .shelf import Progress
+
+log = logging.getLogger(__name__)
 
 
 class Norm(NamedTuple):
@@ -56,6 +60,7 @@ class Weights:
     norm: Norm
     head: Tensor  # [V, C]; the very tensor `embed` where the checkpoint ties them
     head_bias: Tensor | None
+    blocks: Mapping[int, Tensor] = field(default_factory=dict)  # of some linear maps the same as codes, by the address of the weight
 
 
 _PREFIX = re.compile(r"^(model|transformer)\.")
@@ -71,12 +76,23 @@ def load_weights(
     progress: Progress | None = None,
     *,
     fp8: bool = False,
+    blocks: Path | None = None,
 ) -> Weights:
-    """`fp8`: the linear maps of the layers in 8 bits, each as soon as it is read, so that no more than one of them is there in `dtype`."""
+    """`fp8`: the linear maps of the layers in 8 bits, each as soon as it is read, so that no more than one of them is there in `dtype`.
+    `blocks`: a file that has some of them as codes; it is not needed, and what is wrong with it is said once."""
     with ExitStack() as stack:
         checkpoint = _Checkpoint(files, stack)
         checkpoint.check(dict(expected_tensors(config)), config.tied_head)
-        return _Loader(checkpoint, config, dtype, device, progress, fp8=fp8).load()
+        codes = None if blocks is None or fp8 else _codes(blocks, stack)
+        return _Loader(checkpoint, config, dtype, device, progress, fp8=fp8, codes=codes).load()
+
+
+def _codes(path: Path, stack: ExitStack) -> "_Checkpoint | None":
+    try:
+        return _Checkpoint([path], stack)
+    except (BadModelFile, ModelNotFound) as error:
+        log.warning("few rows are computed with plain weights, which is slower: %s", error)
+        return None
 
 
 def digest(files: Sequence[Path], config: ModelConfig, sha256_of: Callable[[Path], str]) -> bytes:
@@ -146,8 +162,10 @@ class _Loader:
         progress: Progress | None,
         *,
         fp8: bool,
+        codes: _Checkpoint | None = None,
     ) -> None:
-        self.checkpoint, self.config, self.dtype, self.device, self.fp8 = checkpoint, config, dtype, device, fp8
+        self.checkpoint, self.config, self.dtype, self.device, self.fp8, self.codes = checkpoint, config, dtype, device, fp8, codes
+        self.blocks: dict[int, Tensor] = {}
         self.names = names_of(config)
         self.progress = progress or (lambda done, total: None)
         self.done, self.total = 0, sum(prod(shape) for _, shape in expected_tensors(config)) * dtype.itemsize
@@ -157,14 +175,17 @@ class _Loader:
     def load(self) -> Weights:
         config, names = self.config, self.names
         embed = self._join([names.embed + ".weight"])
+        head, head_name = (self._tied(embed), names.embed) if config.tied_head else (self._join(["lm_head.weight"]), "lm_head")
+        self._keep_blocks(head, [head_name + ".weight"], None)
         return Weights(
             embed=embed,
             positions=self._join([names.positions + ".weight"]) if config.positions == "learned" else None,
             embed_norm=self._norm(names.embed_norm) if config.embed_norm else None,
             layers=tuple(self._layer(names.layer.format(index)) for index in range(config.layers)),
             norm=self._norm(names.norm),
-            head=self._tied(embed) if config.tied_head else self._join(["lm_head.weight"]),
+            head=head,
             head_bias=self._join(["lm_head.bias"]) if config.head_bias else None,
+            blocks=self.blocks,
         )
 
     def _tied(self, embed: Tensor) -> Tensor:
@@ -200,7 +221,9 @@ class _Loader:
         )
 
     def _linear(self, names: list[str], bias: bool, order: Tensor | None = None) -> tuple[Weight, Tensor | None]:
-        weight = self._join([name + ".weight" for name in names], order, self.names.transposed)
+        named = [name + ".weight" for name in names]
+        weight = self._join(named, order, self.names.transposed)
+        self._keep_blocks(weight, named, order)
         return scaled(weight) if self.fp8 else weight, self._join([name + ".bias" for name in names], order) if bias else None
 
     def _norm(self, name: str) -> Norm:
@@ -210,19 +233,33 @@ class _Loader:
         return Norm(self._join([name + ".weight"], self.head_order), None)
 
     def _join(self, names: list[str], order: Tensor | None = None, transposed: bool = False) -> Tensor:
-        """Stacks tensors by rows into one of ours. Row i of the result is row order[i] of the stack, and stays within its tensor."""
+        """Stacks tensors by rows into one of ours."""
         parts = [self.checkpoint.read(name) for name in names]
         parts = [part.T for part in parts] if transposed else parts
         rows = sum(part.shape[0] for part in parts)
-        joined = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
-        first = 0
-        for part in parts:
-            end = first + part.shape[0]
-            joined[first:end] = part if order is None else part[order[first:end] - first]
-            first = end
+        joined = _stack(parts, order, torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device))
         self.done += joined.numel() * self.dtype.itemsize
         self.progress(self.done, self.total)
         return joined
+
+    def _keep_blocks(self, weight: Tensor, names: list[str], order: Tensor | None) -> None:
+        """Of a weight that is made of these, if there are blocks of all of them. Those of several kinds become of one. Whether they are of
+        this model is seen by a row of each."""
+        if self.codes is None or self.names.transposed or any(name not in self.codes.found for name in names):
+            return
+        rows, inputs = weight.shape
+        try:
+            parts = [self.codes.read(name) for name in names]
+            if len({kind_of(part.shape[1], inputs) for part in parts}) > 1:
+                parts = [torch.from_numpy(shortened(part.numpy(), inputs)) for part in parts]
+            blocks = _stack(parts, order, torch.empty(rows, parts[0].shape[1], dtype=torch.uint8))
+            if sum(map(len, parts)) != rows or not torch.equal(torch.from_numpy(plain(blocks[:1].numpy(), inputs)).to(weight), weight[:1]):
+                raise ValueError(f"{names[0]} is another one")
+        except (ValueError, IndexError, RuntimeError, BadModelFile) as error:
+            log.warning("few rows are computed with plain weights, which is slower: the codes beside them do not fit (%s)", error)
+            self.codes = None
+        else:
+            self.blocks[weight.data_ptr()] = blocks
 
     def _qkv_order(self) -> Tensor:
         """Where each of our rows is in the file's: heads brought into the order q, k, v, and the pairs of q and k brought together."""
@@ -234,3 +271,13 @@ class _Loader:
         within = torch.arange(config.head_dim).repeat(len(heads), 1)
         within[: config.heads + config.kv_heads] = self.head_order
         return (heads[:, None] * config.head_dim + within).flatten()
+
+
+def _stack(parts: Sequence[Tensor], order: Tensor | None, into: Tensor) -> Tensor:
+    """Row i of the result is row order[i] of the stack, and stays within its tensor."""
+    first = 0
+    for part in parts:
+        end = first + part.shape[0]
+        into[first:end] = part if order is None else part[order[first:end] - first]
+        first = end
+    return into

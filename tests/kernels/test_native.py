@@ -281,7 +281,7 @@ def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_another_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, source = Calls(monkeypatch), tmp_path / "native.c"
-    names = ("linear", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend", "layer", "width", "has_tiles")
+    names = ("linear", "linear_blocks", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend", "layer", "width", "has_tiles")
     functions = "".join(f"void {name}(void) {{}}\n" for name in names)
     monkeypatch.setattr(native, "SOURCE", source)
     for text in (functions, functions + "/* changed */"):
