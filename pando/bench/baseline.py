@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from ..errors import InvalidOption
+from ..kernels.blocks import BYTES, NIBBLES, Array, encode, plain
 from ..model.config import ModelConfig
+from ..model.gguf import BLOCKS
 from ..model.load import Model
 from .random_model import byte_vocabulary, random_config
 
@@ -139,12 +143,28 @@ def usable(directory: Path, prompt: Sequence[int]) -> list[Baseline]:
 
 
 def write_random_model(directory: Path) -> None:
-    """SmolLM2-135M in all but what it learnt, with a tokenizer of 256 bytes."""
+    """SmolLM2-135M in all but what it learnt, quantised as it is, with a tokenizer of 256 bytes."""
     config = _config(random_config("smollm2-135m", 8192), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32")
     torch.manual_seed(0)
-    library().LlamaForCausalLM(config).save_pretrained(str(directory))
+    model, codes = library().LlamaForCausalLM(config), {}
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            codes[name] = _quantised(weight.detach().numpy(), BYTES if "embed" in name else NIBBLES)
+            weight.data = torch.from_numpy(plain(codes[name], weight.shape[1]))
+    model.save_pretrained(str(directory))
+    save_file(codes, directory / BLOCKS)
     byte_vocabulary().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8192}), encoding="utf-8")
+
+
+def _quantised(values: Array, kind: int) -> Array:
+    """As GGUF's Q4_1 does it, or its Q8_0."""
+    grouped = values.reshape(len(values), -1, 32)
+    low = grouped.min(-1) if kind == NIBBLES else np.zeros(grouped.shape[:2], np.float32)
+    largest = (grouped - low[..., None]).max(-1) / 15 if kind == NIBBLES else np.abs(grouped).max(-1) / 127
+    scales, offsets = (each.astype(np.float16).astype(np.float32) for each in (largest, low))
+    codes = np.rint((grouped - offsets[..., None]) / scales[..., None]).clip(0 if kind == NIBBLES else -127, 15 if kind == NIBBLES else 127)
+    return encode(kind, codes.astype(np.int16).reshape(values.shape), scales, offsets)
 
 
 def random_baseline(like: Model) -> Any:
