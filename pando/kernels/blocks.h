@@ -37,7 +37,7 @@ static inline __attribute__((always_inline)) vec weights_of(int kind, const uint
 
 /* Four rows of weights against one or four rows of input. The weights behind them are asked for meanwhile, if they will be wanted. */
 static inline __attribute__((always_inline)) void dots_blocks(
-    int kind, const uint8_t *const w[4], const el *const x[4], int columns, int I, int wanted, float out[4][4]) {
+    int kind, const uint8_t *const w[4], const float *const x[4], int columns, int I, int wanted, float out[4][4]) {
     const int group = kind == SHORT ? 16 : 32, bytes = group / 4 * kind;
     vec sum[4][4] = {{{0}}};
     for (int b = 0; b < I / group; b++) {
@@ -45,7 +45,7 @@ static inline __attribute__((always_inline)) void dots_blocks(
             for (int line = 0; line < 4 * bytes; line += 64) __builtin_prefetch(w[0] + 4 * b * bytes + AHEAD / 2 + line, 0, CACHE);
         for (int u = 0; u < group / WIDTH; u++) {
             vec in[4];
-            for (int c = 0; c < columns; c++) in[c] = load(x[c] + b * group + u * WIDTH);
+            for (int c = 0; c < columns; c++) in[c] = load_float(x[c] + b * group + u * WIDTH);
             for (int r = 0; r < 4; r++) {
                 vec weights = weights_of(kind, w[r] + b * bytes, u);
                 for (int c = 0; c < columns; c++) sum[r][c] += weights * in[c];
@@ -59,7 +59,7 @@ static inline __attribute__((always_inline)) void dots_blocks(
 }
 
 static inline __attribute__((always_inline)) void linear_of(
-    int kind, const el *x, const uint8_t *w, const el *bias, el *y, int T, int I, int O) {
+    int kind, const float *x, const uint8_t *w, const el *bias, el *y, int T, int I, int O) {
     const int64_t stride = (int64_t)I / 4 * kind;
 #pragma omp parallel for schedule(static)
     for (int block = 0; block < (O + 3) / 4; block++) {
@@ -68,7 +68,7 @@ static inline __attribute__((always_inline)) void linear_of(
         for (int r = 0; r < 4; r++) weights[r] = w + (o + (r < rows ? r : 0)) * stride; /* rows past the end repeat, and are dropped */
         for (int t = 0; t < T; t += 4) {
             int columns = T - t < 4 ? T - t : 4;
-            const el *inputs[4];
+            const float *inputs[4];
             for (int c = 0; c < 4; c++) inputs[c] = x + (int64_t)(t + (c < columns ? c : 0)) * I;
             float out[4][4];
             if (columns == 1)
@@ -81,14 +81,26 @@ static inline __attribute__((always_inline)) void linear_of(
     }
 }
 
-/* `linear` of weights in blocks, or of plain ones, whose kind is 0. */
-void linear_blocks(const el *x, const void *w, const el *bias, el *y, int T, int I, int O, int kind) {
+/* y [T, O] = x [T, I] w [O, I]' + bias [O] or none, of weights in blocks; the input is in float, so that it is widened once. */
+void linear_blocks(const float *x, const uint8_t *w, const el *bias, el *y, int T, int I, int O, int kind) {
     if (kind == NIBBLES)
         linear_of(NIBBLES, x, w, bias, y, T, I, O);
     else if (kind == BYTES)
         linear_of(BYTES, x, w, bias, y, T, I, O);
-    else if (kind == SHORT)
-        linear_of(SHORT, x, w, bias, y, T, I, O);
     else
+        linear_of(SHORT, x, w, bias, y, T, I, O);
+}
+
+/* Of weights in blocks, or of plain ones, whose kind is 0. `desk` is for the input in float, where it is not. */
+static void linear_either(const el *x, const void *w, int kind, const el *bias, el *y, float *desk, int T, int I, int O) {
+    if (!kind) {
         linear(x, w, bias, y, T, I, O);
+        return;
+    }
+#ifdef BF16
+    for (int64_t i = 0; i < (int64_t)T * I; i += WIDTH) store_float(desk + i, load(x + i)); /* blocks have no rest */
+    linear_blocks(desk, w, bias, y, T, I, O, kind);
+#else
+    linear_blocks(x, w, bias, y, T, I, O, kind);
+#endif
 }

@@ -36,6 +36,7 @@ TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD, DEPTH, LANES = 256, 256, 32, 16  # as in attend.h, native.c and tiles.h
 VECTOR_ROWS = 96  # packed queries that look together by vectors; by tiles as many as there may be, for the fewest passes over the keys
 NEVER = 1 << 30
+LINE = 32  # numbers of 16 bits in a line of the cache
 FEWEST = 8  # packed queries that may be lanes of vectors, three quarters of which are full
 TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave threads without work
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
@@ -172,8 +173,7 @@ def coded_linear(library: Library, weight: Tensor, bias: Tensor | None, blocks: 
     run, w, b, kind = library.linear_blocks, blocks.data_ptr(), None if bias is None else bias.data_ptr(), kind_of(blocks.shape[1], inputs)
 
     def apply(x: Tensor, keeps: tuple[Tensor, Tensor | None] = (blocks, bias)) -> Tensor:
-        x = x.contiguous()
-        y = x.new_empty(len(x), outputs)
+        y, x = x.new_empty(len(x), outputs), x.float().contiguous()
         run(x.data_ptr(), w, b, y.data_ptr(), len(x), inputs, outputs, kind)
         return y
 
@@ -200,7 +200,8 @@ class NativeOps(FusedOps):
         if not made:
             return None
         forms = [(is_best, ctypes.addressof(layer)) for is_best, layer, _ in made]
-        width = len(maps.norm) + 2 * (maps.heads + maps.kv_heads) * maps.head_dim + 3 * maps.down[0].shape[1]
+        size, inner, queries = len(maps.norm), maps.down[0].shape[1], maps.heads * maps.head_dim
+        width = size + 2 * queries + 2 * maps.kv_heads * maps.head_dim + 3 * inner + 2 * max(size, inner, queries)
         run = self.library.layer
 
         def apply(
@@ -211,7 +212,7 @@ class NativeOps(FusedOps):
             place = next((place for is_best, place in forms if is_best(rows)), None)
             if plan is None or place is None or k.dtype != x.dtype:
                 return None
-            desk, out = x.new_empty(rows * width), torch.empty_like(x) if more is None else more
+            desk, out = x.new_empty(rows * width + LINE), torch.empty_like(x) if more is None else more
             added = None if more is None else more.data_ptr()
             run(
                 place, plan, x.data_ptr(), added, out.data_ptr(), desk.data_ptr(),
