@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 CONVERTER_VERSION = 3  # part of the cache folder's name: raise it when the same file would be converted differently
 
 BLOCKS = "blocks.safetensors"  # the file beside model.safetensors that has quantised weights as codes
-_AT_ONCE = 1 << 24  # weights that become codes at a time
+_AT_ONCE = 1 << 22  # weights that become codes at a time
 _HEADER_LIMIT = 64 << 20  # the largest known vocabularies take 16 MiB
 _MAX_NESTING = 4
 _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8", 12: "f8"}
