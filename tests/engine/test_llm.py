@@ -4,8 +4,6 @@ import gc
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -548,33 +546,6 @@ def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted() -> None:
             place += 1
         assert [event.token for event in other] == wanted, f"interrupted before line {place}"
     assert place > 5
-
-
-LEAVES = """
-import atexit, sys, threading, time
-threads = []
-atexit.register(lambda: [thread.join() for thread in threads])  # the first is done last
-from pando import LLM, SamplingParams
-llm = LLM(sys.argv[1], kv_cache_tokens=2048, host_gib=0, disk_gib=0)
-params, begun = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True), threading.Event()
-def ask():
-    while True:
-        for event in llm.stream([1, 2, 3], params):
-            begun.set()
-for _ in range(4):
-    threads.append(threading.Thread(target=ask, daemon=True))
-    threads[-1].start()
-begun.wait(60)
-time.sleep(0.1)
-print(len(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids))
-"""
-
-
-def test_a_process_may_end_while_its_threads_are_being_answered(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode, done.stdout) == (0, "100\n"), done.stderr[-2000:]
 
 
 def test_one_that_is_forgotten_gives_back_its_memory_and_its_threads(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Whatever cuts work short, and whenever: nothing that is half done is taken for what it should be."""
 
 import gc
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from pando.engine.request import Request, Tenant, Truncation
 from pando.kv import tree
 from pando.model.load import Model
 
-from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
+from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model, write_checkpoint
 from .test_store import ENOUGH, cold, engine_of, tokens_of, whole, words
 
 
@@ -110,3 +112,30 @@ def test_of_a_request_that_is_cancelled_before_a_step_nothing_stays() -> None:
         engine.add(Request(f"{number}", words(1, 100), greedy(4)))
         engine.cancel(f"{number}")
     assert not engine.has_work and not engine._begun
+
+
+LEAVES = """
+import atexit, sys, threading, time
+threads = []
+atexit.register(lambda: [thread.join() for thread in threads])  # the first is done last
+from pando import LLM, SamplingParams
+llm = LLM(sys.argv[1], kv_cache_tokens=2048, host_gib=0, disk_gib=0)
+params, begun = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True), threading.Event()
+def ask():
+    while True:
+        for event in llm.stream([1, 2, 3], params):
+            begun.set()
+for _ in range(4):
+    threads.append(threading.Thread(target=ask, daemon=True))
+    threads[-1].start()
+begun.wait(60)
+time.sleep(0.1)
+print(len(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids))
+"""
+
+
+def test_a_process_may_end_while_its_threads_are_being_answered(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (0, "100\n"), done.stderr[-2000:]
