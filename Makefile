@@ -33,6 +33,9 @@ run: export PANDO_MAKE_PROMPT := $(value PROMPT)
 run: .venv/.core
 	@$(BIN)/pando run $(ARGS) -- $(MODEL) "$$PANDO_MAKE_PROMPT"
 
+# What was compiled of Python is kept, whatever the environment says: every worker and every process of a test would do it again.
+test check: export PYTHONDONTWRITEBYTECODE :=
+
 # In the order of their names: those with few tests, which xdist would begin last, are among the longest, and one worker would wait.
 test: .venv/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
