@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ CHATML = (
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its own functions are made then, one way or the other
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    COMPILED = tempfile.TemporaryDirectory(prefix="pando-native-", ignore_cleanup_errors=True)
+    os.environ["TESTS_COMPILED"] = COMPILED.name  # the kernels in C, of all workers of this run
 os.environ["PANDO_DISK_GIB"] = "0"  # what servers of tests keep must not outlive them; tests of that say where
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 with contextlib.suppress(ImportError):  # a host without it runs every other test

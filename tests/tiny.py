@@ -1,9 +1,10 @@
 """A small model with seeded random weights and a tokenizer of bytes: enough to run the whole engine in milliseconds."""
 
+import fcntl
 import functools
 import json
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -34,16 +35,17 @@ DEFAULTS: dict[str, object] = {
 }  # fmt: skip
 
 
-@functools.cache
-def compile_folder() -> tempfile.TemporaryDirectory[str]:
+def compile_folder() -> Path:
     """Of this run alone: what an earlier one compiled must not answer for today's source."""
-    return tempfile.TemporaryDirectory(prefix="pando-native-", ignore_cleanup_errors=True)
+    return Path(os.environ["TESTS_COMPILED"])
 
 
 @functools.cache
 def native_library(dtype: torch.dtype = torch.float32, *options: str) -> Library:
     """A C compiler is part of a developer's machine: without one, tests of the kernels fail."""
-    found = compiled.load(dtype, Path(compile_folder().name), options)
+    with (compile_folder() / "lock").open("w") as lock:  # what one worker compiles, the others wait for
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = compiled.load(dtype, compile_folder(), options)
     assert not isinstance(found, Unavailable), f"the C kernels cannot be used here: {found.reason}"
     return found
 

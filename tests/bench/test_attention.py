@@ -46,7 +46,7 @@ GIVEN = {
 def folder(tmp_path_factory):
     """Kernels are compiled once for the whole run of tests."""
     home = tmp_path_factory.mktemp("home")
-    (home / "native").symlink_to(compile_folder().name)
+    (home / "native").symlink_to(compile_folder())
     return home
 
 

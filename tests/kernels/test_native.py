@@ -330,7 +330,7 @@ def test_a_dtype_they_are_not_made_for_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"garbage" * 1000])
 def test_a_spoilt_file_is_not_loaded(content: bytes, tmp_path: Path) -> None:
     native_library()
-    for path in Path(compile_folder().name).glob("*.so"):
+    for path in compile_folder().glob("*.so"):
         (tmp_path / path.name).write_bytes(content)
     found = native.load(torch.float32, tmp_path)
     assert isinstance(found, Unavailable) and str(tmp_path) in found.reason
