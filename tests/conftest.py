@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Before torch loads OpenMP. Its threads spin for a while after each operation, which takes the cores from the other workers of this run
-# and costs several times the work itself. The number of threads stays as it is, and processes that tests start do the same.
+# and costs several times the work itself. Processes that tests start do the same.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
@@ -34,6 +34,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     COMPILED = tempfile.TemporaryDirectory(prefix="pando-native-", ignore_cleanup_errors=True)
     os.environ["TESTS_COMPILED"] = COMPILED.name  # the kernels in C, of all workers of this run
 os.environ["PANDO_DISK_GIB"] = "0"  # what servers of tests keep must not outlive them; tests of that say where
+THREADS = torch.get_num_threads()  # of a user's process; the workers of a run share the cores, and would wait for each other's threads
+torch.set_num_threads(max(1, THREADS // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 with contextlib.suppress(ImportError):  # a host without it runs every other test
     from hypothesis import HealthCheck, settings
@@ -66,6 +68,15 @@ def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(tiny.DEFAULTS, "overlap", request.param)
     return bool(request.param)
+
+
+@pytest.fixture
+def all_threads() -> Iterator[None]:
+    """For kernels in C, beside other workers, too: threads that get into each other's way are found so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ from ..tiny import greedy, native_library, run, tiny_engine, tiny_model
 PAGE = 4
 LENGTHS = [0, 1, PAGE - 1, PAGE, PAGE, PAGE + 1, 2 * PAGE, 10 * PAGE]  # of a segment
 COUNTS = {"decode": [1], "mixed": [1, 1, 5], "prefill": [3, DENSE_QUERIES + 1, DENSE_SQUARE + 1]}  # tokens that a row brings
+pytestmark = pytest.mark.usefixtures("all_threads")
+
 ENOUGH = 1e-4  # sums over hundreds of keys, and angles of hundreds of turns, are fp32
 
 

@@ -496,6 +496,7 @@ def test_a_step_without_rows_reads_nothing() -> None:
     assert engine.totals == totals
 
 
+@pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize("native", [False, True])
 def test_reading_once_and_reading_by_each_row_give_the_same_tokens(native: bool) -> None:
     model = tiny_model(native=native)

@@ -71,6 +71,7 @@ def test_a_prompt_repaired_in_full_answers_as_the_plain_prompt_does(model: Model
     )
 
 
+@pytest.mark.usefixtures("all_threads")
 def test_compiled_kernels_repair_alike() -> None:
     model = tiny_model(layers=4, native=True)
     assert answer(tiny_engine(model), ask("x", RUNS, WORDS, repair=1.0)) == plain(model)

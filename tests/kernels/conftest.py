@@ -1,4 +1,4 @@
-"""Triton's kernels run without a GPU: in its interpreter."""
+"""Kernels in C run on all threads; Triton's run without a GPU: in its interpreter."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def threads(all_threads: None) -> None: ...
 
 
 @pytest.fixture(scope="module")
