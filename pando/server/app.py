@@ -51,18 +51,21 @@ from .views import (
 from .wire import ChatBody, CompletionBody, DetokenizeBody, PinBody, TokenizeBody, UnpinBody, WarmBody
 
 MAX_SEGMENTS = 1000  # that one view of the cache lists
-FAILURES: dict[int | str, dict[str, Any]] = {
-    400: {"model": FailureBody, "description": "The request cannot be answered as it is."},
-    401: {"model": FailureBody, "description": "No valid API key."},
-    403: {"model": FailureBody, "description": "Only the operator may do that."},
-    404: {"model": FailureBody, "description": "No such model, schema or route."},
-    408: {"model": FailureBody, "description": "The body did not arrive in time."},
-    409: {"model": FailureBody, "description": "The name is in use by a schema of other content."},
-    413: {"model": FailureBody, "description": "The body is too large."},
-    422: {"model": FailureBody, "description": "A field has a wrong type or value."},
-    429: {"model": FailureBody, "description": "The queue is full; Retry-After says when to try again."},
-    503: {"model": FailureBody, "description": "The model is not loaded yet, the server is shutting down, or the request took too long."},
+REASONS = {
+    400: "The request cannot be answered as it is.",
+    401: "No valid API key.",
+    403: "Only the operator may do that.",
+    404: "No such model, schema or route.",
+    408: "The body did not arrive in time.",
+    409: "The name is in use by a schema of other content.",
+    413: "The body is too large.",
+    422: "A field has a wrong type or value.",
+    429: "The queue is full; Retry-After says when to try again.",
+    503: "The model is not loaded yet, the server is shutting down, or the request took too long.",
 }
+# A model is made anew for each route and status that names it, which took longer than all else at a start: one does, others refer to it.
+_BODY = {"application/json": {"schema": {"$ref": f"#/components/schemas/{FailureBody.__name__}"}}}
+FAILURES: dict[int | str, dict[str, Any]] = {code: {"description": reason, "content": _BODY} for code, reason in REASONS.items()}
 REFUSALS: tuple[tuple[type[PandoError], int, str | None], ...] = (  # the first that fits
     (Busy, 429, None),
     (NotReady, 503, "not_ready"),
@@ -111,7 +114,8 @@ class _Routes:
 
     def add_to(self, app: FastAPI) -> None:
         asking: dict[int | str, dict[str, Any]] = {code: FAILURES[code] for code in (400, 429)}
-        app.post("/v1/chat/completions", response_model=ChatCompletion, responses={**asking, **STREAMED}, tags=["answers"])(self.chat)
+        modelled = {**asking, **STREAMED, 400: {"description": REASONS[400], "model": FailureBody}}
+        app.post("/v1/chat/completions", response_model=ChatCompletion, responses=modelled, tags=["answers"])(self.chat)
         app.post("/v1/completions", response_model=TextCompletion, responses={**asking, **STREAMED}, tags=["answers"])(self.complete)
         app.post("/v1/responses", response_model=ResponseReply, responses={**asking, **STREAMED}, tags=["answers"])(self.respond)
         app.get("/v1/models", response_model=ModelList, tags=["models"])(self.models)
