@@ -19,7 +19,7 @@ from .native import Library, coded_linear, native_linear
 from .ops import Apply
 from .timing import seconds
 
-ROWS = {1: 1.0, 8: 0.25, 32: 0.1, 256: 0.02}  # rows of input that are timed, and on what part of the weights
+ROWS = {1: 1.0, 4: 0.5, 8: 0.25, 32: 0.1, 256: 0.02}  # rows of input that are timed, and on what part of the weights
 PROBE_BYTES = 1 << 28  # of weights at most: a single row must find them in memory, as the model will, not in a cache
 CLEARLY = 0.9  # of the time
 Maker = Callable[[Tensor, Tensor | None], Apply]
@@ -65,7 +65,7 @@ class CpuLinear:
 
 def _timed(rows: int) -> int:
     """The number of rows that stands for so many."""
-    return 1 if rows == 1 else 8 if rows <= 16 else 32 if rows <= 64 else 256
+    return 1 if rows == 1 else 4 if rows <= 4 else 8 if rows <= 16 else 32 if rows <= 64 else 256
 
 
 def _torch(weight: Tensor, bias: Tensor | None) -> Apply:

@@ -114,7 +114,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *best: str) -> None:
 
 
 def test_codes_are_read_where_that_is_quickest_and_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, "coded", "coded", "native", "torch")
+    told(monkeypatch, "coded", "coded", "coded", "native", "torch")
     weight, codes = random_weight(NIBBLES, 40, 64)
     make = CpuLinear([weight], 0, native_library(), {weight.data_ptr(): codes})
     few, some = make.serves("coded"), make.serves("native")
@@ -141,7 +141,7 @@ def test_without_codes_of_what_is_measured_they_are_no_form() -> None:
 
 def test_codes_and_a_packed_layout_leave_no_plain_weight_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there is no second copy that would have to be spared."""
-    told(monkeypatch, "coded", "coded", "packed", "packed")
+    told(monkeypatch, "coded", "coded", "coded", "packed", "packed")
     weight, codes = random_weight(NIBBLES, 40, 64)
     make = CpuLinear([weight], 0, native_library(), {weight.data_ptr(): codes})
     apply, gone = make(weight, None), weakref.ref(weight)

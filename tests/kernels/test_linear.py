@@ -20,17 +20,20 @@ def times(**rows: tuple[float, ...]) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize(
     ("found", "chosen"),
     [
-        (times(torch=(1, 1, 1, 1)), ("torch", "torch", "torch", "torch")),
-        (times(torch=(2, 2, 1, 1), native=(1, 1, 2, 2)), ("native", "native", "torch", "torch")),
+        (times(torch=(1, 1, 1, 1, 1)), ("torch", "torch", "torch", "torch", "torch")),
+        (times(torch=(2, 2, 2, 1, 1), native=(1, 1, 1, 2, 2)), ("native", "native", "native", "torch", "torch")),
         # the packed layout everywhere: it wins, or loses by little
-        (times(torch=(2, 2, 2, 2), packed=(1, 1, 1, 1)), ("packed",) * 4),
-        (times(torch=(2, 2, 2, 2), packed=(1, 1, 1, 1), native=(0.95, 3, 3, 3)), ("packed",) * 4),
+        (times(torch=(2, 2, 2, 2, 2), packed=(1, 1, 1, 1, 1)), ("packed",) * 5),
+        (times(torch=(2, 2, 2, 2, 2), packed=(1, 1, 1, 1, 1), native=(0.95, 3, 3, 3, 3)), ("packed",) * 5),
         # in places: a second copy, where it wins clearly
-        (times(torch=(3, 3, 2, 2), packed=(2, 2, 1, 1), native=(1, 1, 3, 3)), ("native", "native", "packed", "packed")),
-        (times(torch=(1, 1, 1, 1), packed=(2, 0.95, 0.5, 0.95)), ("torch", "torch", "packed", "torch")),
+        (times(torch=(3, 3, 3, 2, 2), packed=(2, 2, 2, 1, 1), native=(1, 1, 1, 3, 3)), ("native", "native", "native", "packed", "packed")),
+        (times(torch=(1, 1, 1, 1, 1), packed=(2, 0.95, 0.95, 0.5, 0.95)), ("torch", "torch", "torch", "packed", "torch")),
         # nowhere: it never wins clearly
-        (times(torch=(1, 1, 1, 1), packed=(2, 0.95, 0.95, 0.95)), ("torch",) * 4),
-        (times(torch=(1, 1, 1, 1), packed=(2, 0.95, 2, 2), native=(2, 0.97, 2, 2)), ("torch", "native", "torch", "torch")),
+        (times(torch=(1, 1, 1, 1, 1), packed=(2, 0.95, 0.95, 0.95, 0.95)), ("torch",) * 5),
+        (
+            times(torch=(1, 1, 1, 1, 1), packed=(2, 0.95, 0.95, 2, 2), native=(2, 0.97, 0.97, 2, 2)),
+            ("torch", "native", "native", "torch", "torch"),
+        ),
     ],
 )
 def test_the_quickest_form_is_chosen(found: dict[int, dict[str, float]], chosen: tuple[str, ...]) -> None:
@@ -60,7 +63,11 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.mark.parametrize(
     "forms",
-    [*((form,) * 4 for form in FORMS), ("native", "packed", "torch", "packed"), ("packed", "native", "packed", "torch")],
+    [
+        *((form,) * 5 for form in FORMS),
+        ("native", "packed", "packed", "torch", "packed"),
+        ("packed", "native", "native", "packed", "torch"),
+    ],
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_choice_gives_the_same_numbers(choosing, forms: tuple[str, ...], biased: bool) -> None:  # type: ignore[no-untyped-def]
@@ -69,19 +76,19 @@ def test_every_choice_gives_the_same_numbers(choosing, forms: tuple[str, ...], b
     apply = make(weight, bias)
     assert tuple(make.chosen.values()) == forms
     assert len(packed) == ("packed" in forms)
-    for rows in (1, 5, 16, 17, 40, 64, 65, 100):
+    for rows in (1, 4, 5, 16, 17, 40, 64, 65, 100):
         x = torch.randn(rows, 50)
         assert torch.allclose(apply(x), F.linear(x, weight, bias), atol=1e-4), rows
     serves = make.serves("native") or (lambda rows: False)
-    told = [serves(rows) for rows in (1, 2, 16, 17, 64, 65)]  # at the edges of what each number of rows stands for
-    assert told == [forms[place] == "native" for place in (0, 1, 1, 2, 2, 3)]
+    told = [serves(rows) for rows in (1, 2, 4, 5, 16, 17, 64, 65)]  # at the edges of what each number of rows stands for
+    assert told == [forms[place] == "native" for place in (0, 1, 1, 2, 2, 3, 3, 4)]
 
 
 def test_second_copies_take_no_more_than_is_spare(choosing) -> None:  # type: ignore[no-untyped-def]
     weights = [torch.randn(16, 16) for _ in range(4)]
     size = weights[0].nbytes
     for spare, copies in ((0, 0), (size - 1, 0), (2 * size, 2), (3 * size + 5, 3)):
-        make, packed = choosing(("native", "native", "packed", "packed"), spare)
+        make, packed = choosing(("native", "native", "native", "packed", "packed"), spare)
         for weight in weights:
             apply = make(weight, None)
             for rows in (1, 100):
@@ -92,7 +99,7 @@ def test_second_copies_take_no_more_than_is_spare(choosing) -> None:  # type: ig
 
 
 def test_a_layout_that_always_wins_takes_the_place_of_the_weight(choosing) -> None:  # type: ignore[no-untyped-def]
-    make, packed = choosing(("packed",) * 4, 0)
+    make, packed = choosing(("packed",) * 5, 0)
     make(torch.randn(16, 16), None)
     assert (len(packed), make.spare) == (1, 0)
 
