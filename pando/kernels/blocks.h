@@ -1,11 +1,12 @@
 /* Linear maps whose weights are whole numbers of 4 or 8 bits, as a quantised checkpoint has them. Few rows of input wait for weights to come
    from memory, and these are a fifth of the bytes. blocks.py says what a block is: a scale and an offset, then codes. A weight is code *
-   scale + offset, which in float is the very number that the plain weight is. */
+   scale + offset, which in float is the very number that the plain weight is. A checkpoint in bfloat16 is half of the bytes of float. */
 
-enum { NIBBLES = 3, BYTES = 5, SHORT = 6 }; /* bytes of four weights; SHORT: bytes in blocks of 16 and not of 32 */
+enum { NIBBLES = 3, BYTES = 5, SHORT = 6, HALVES = 8 }; /* bytes of four weights; SHORT: bytes in blocks of 16; HALVES: bfloat16 */
 
 typedef uint8_t codes_vec __attribute__((vector_size(WIDTH)));
 typedef uint16_t wider_vec __attribute__((vector_size(2 * WIDTH)));
+typedef uint32_t widest_vec __attribute__((vector_size(4 * WIDTH)));
 
 static inline ints numbers(const uint8_t *codes) {
 #ifdef WIDE
@@ -21,6 +22,11 @@ static inline ints numbers(const uint8_t *codes) {
 
 /* Weights u * WIDTH and on of a block. The first 16 of 32 nibbles are the lower halves of bytes; a byte is 128 more than it means. */
 static inline __attribute__((always_inline)) vec weights_of(int kind, const uint8_t *block, int u) {
+    if (kind == HALVES) {
+        wider_vec upper;
+        memcpy(&upper, block + u * sizeof upper, sizeof upper);
+        return (vec)(__builtin_convertvector(upper, widest_vec) << 16);
+    }
     float scale, offset;
     memcpy(&scale, block, 4);
     memcpy(&offset, block + 4, 4);
@@ -87,8 +93,10 @@ void linear_blocks(const float *x, const uint8_t *w, const el *bias, el *y, int 
         linear_of(NIBBLES, x, w, bias, y, T, I, O);
     else if (kind == BYTES)
         linear_of(BYTES, x, w, bias, y, T, I, O);
-    else
+    else if (kind == SHORT)
         linear_of(SHORT, x, w, bias, y, T, I, O);
+    else
+        linear_of(HALVES, x, w, bias, y, T, I, O);
 }
 
 /* Of weights in blocks, or of plain ones, whose kind is 0. `desk` is for the input in float, where it is not. */

@@ -1,5 +1,6 @@
 """Weights as codes of 4 or 8 bits, which is how quantised checkpoints have them. Linear maps of few rows read these instead of plain ones,
-since such maps wait for memory: a fifth of the bytes, and the very same weights.
+since such maps wait for memory: a fifth of the bytes, and the very same weights. Where a model runs in float32 and its checkpoint is in
+bfloat16, its numbers are such codes, too: half of the bytes.
 
 A row of a matrix is a row of blocks. A block has a scale and an offset in float32, then the codes of 32 weights or of 16; a weight is
 code * scale + offset. Nibbles go from 0 to 15: the first 16 of a block are the lower halves of its bytes, the others the upper ones. Codes
@@ -10,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-NIBBLES, BYTES, SHORT = 3, 5, 6  # bytes of four weights, by which the kinds are told apart; SHORT: 8 bits, in blocks of 16
+# Bytes of four weights, by which the kinds are told apart. SHORT: 8 bits, in blocks of 16. HALVES: bfloat16, which needs no block.
+NIBBLES, BYTES, SHORT, HALVES = 3, 5, 6, 8
 Array = np.ndarray[Any, Any]
 
 
 def kind_of(size: int, inputs: int) -> int:
     """Of rows that take so many bytes for so many weights."""
     kind = size * 4 // inputs if inputs % 32 == 0 else 0
-    if kind not in (NIBBLES, BYTES, SHORT) or size * 4 != kind * inputs:
+    if kind not in (NIBBLES, BYTES, SHORT, HALVES) or size * 4 != kind * inputs:
         raise ValueError(f"{size} bytes for {inputs} weights are no row of blocks")
     return kind
 
@@ -44,6 +46,8 @@ def decode(blocks: Array, inputs: int) -> tuple[Array, Array, Array]:
 
 def plain(blocks: Array, inputs: int) -> Array:
     """The weights [N, K] in float32. A code times a scale has no more digits than that holds, so only the sum is rounded."""
+    if kind_of(blocks.shape[1], inputs) == HALVES:
+        return (np.ascontiguousarray(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
     codes, scales, offsets = decode(blocks, inputs)
     grouped = codes.reshape(len(codes), scales.shape[1], -1).astype(np.float32)
     return (grouped * scales[..., None] + offsets[..., None]).reshape(codes.shape)

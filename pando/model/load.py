@@ -1,8 +1,9 @@
 """From a model's name to a decoder that runs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from .weights import Weights, digest, load_weights
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+SPARE = 8  # the part of free memory that second copies of weights may take
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,13 @@ def load(
     if place.type == "cuda":
         give_back()
     shelf = Shelf.of_user(shown=True)
-    log.info("loading %s: %.1f GiB of weights", files.directory, sum(path.stat().st_size for path in files.weights) / 2**30)
+    log.info("loading %s: %.1f GiB of weights", files.directory, _bytes(files.weights) / 2**30)
+    blocks = () if files.blocks is None else (files.blocks,)
+    coded = compiled and place.type == "cpu" and _bytes(blocks or files.weights) <= free_memory(place) // SPARE
     with shelf.bar("loading") as report:
-        blocks = files.blocks if place.type == "cpu" and compiled else None
-        weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8", blocks=blocks)
-    read = files.weights if blocks is None else (*files.weights, blocks)
-    tokenizer, named = Tokenizer.from_directory(files.directory), digest(read, config, shelf.sha256_of) + str(kind).encode()
+        weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8", coded=coded, blocks=files.blocks)
+    named = digest((*files.weights, *blocks), config, shelf.sha256_of) + str(kind).encode()
+    tokenizer = Tokenizer.from_directory(files.directory)
     return assembled(config, weights, tokenizer, named, kind, place, compiled=compiled)
 
 
@@ -99,9 +103,13 @@ def assembled(
     )
 
 
+def _bytes(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
 def _on_cpu(weights: Weights, place: torch.device, library: Library | None) -> tuple[Linear, TorchOps]:
     samples = [layer.up for layer in weights.layers if isinstance(layer.up, Tensor)]
-    linear = CpuLinear(samples or [weights.head], free_memory(place) // 8, library, weights.blocks)
+    linear = CpuLinear(samples or [weights.head], free_memory(place) // SPARE, library, weights.blocks)
     if library is None:
         return linear, TorchOps()
     few = linear.serves("coded")

@@ -76,15 +76,16 @@ def load_weights(
     progress: Progress | None = None,
     *,
     fp8: bool = False,
+    coded: bool = False,
     blocks: Path | None = None,
 ) -> Weights:
     """`fp8`: the linear maps of the layers in 8 bits, each as soon as it is read, so that no more than one of them is there in `dtype`.
-    `blocks`: a file that has some of them as codes; it is not needed, and what is wrong with it is said once."""
+    `coded`: also as codes, where there are fewer bytes of them. `blocks`: a file that has some; what is wrong with it is said once."""
     with ExitStack() as stack:
         checkpoint = _Checkpoint(files, stack)
         checkpoint.check(dict(expected_tensors(config)), config.tied_head)
-        codes = None if blocks is None or fp8 else _codes(blocks, stack)
-        return _Loader(checkpoint, config, dtype, device, progress, fp8=fp8, codes=codes).load()
+        codes = None if blocks is None or fp8 or not coded else _codes(blocks, stack)
+        return _Loader(checkpoint, config, dtype, device, progress, fp8=fp8, codes=codes, halves=coded and not fp8).load()
 
 
 def _codes(path: Path, stack: ExitStack) -> "_Checkpoint | None":
@@ -143,6 +144,10 @@ class _Checkpoint:
                 path, _, full = self.found[name]
                 raise UnsupportedModel(f"{path.name} holds {full}, a tensor that Pando cannot use; without it the answers would be wrong")
 
+    def dtype(self, name: str) -> str:
+        _, handle, full = self.found[name]
+        return str(handle.get_slice(full).get_dtype())
+
     def read(self, name: str) -> Tensor:
         path, handle, full = self.found[name]
         try:
@@ -162,10 +167,11 @@ class _Loader:
         progress: Progress | None,
         *,
         fp8: bool,
-        codes: _Checkpoint | None = None,
+        codes: _Checkpoint | None,
+        halves: bool,
     ) -> None:
         self.checkpoint, self.config, self.dtype, self.device, self.fp8, self.codes = checkpoint, config, dtype, device, fp8, codes
-        self.blocks: dict[int, Tensor] = {}
+        self.halves, self.blocks = halves and dtype == torch.float32, dict[int, Tensor]()
         self.names = names_of(config)
         self.progress = progress or (lambda done, total: None)
         self.done, self.total = 0, sum(prod(shape) for _, shape in expected_tensors(config)) * dtype.itemsize
@@ -244,10 +250,16 @@ class _Loader:
 
     def _keep_blocks(self, weight: Tensor, names: list[str], order: Tensor | None) -> None:
         """Of a weight that is made of these, if there are blocks of all of them. Those of several kinds become of one. Whether they are of
-        this model is seen by a row of each."""
-        if self.codes is None or self.names.transposed or any(name not in self.codes.found for name in names):
-            return
+        this model is seen by a row of each. Those of a checkpoint in bfloat16 are what it holds."""
         rows, inputs = weight.shape
+        if self.names.transposed or inputs % 32:
+            return
+        if self.halves and all(self.checkpoint.dtype(name) == "BF16" for name in names):
+            halves = [self.checkpoint.read(name).view(torch.uint8) for name in names]
+            self.blocks[weight.data_ptr()] = _stack(halves, order, torch.empty(rows, 2 * inputs, dtype=torch.uint8))
+            return
+        if self.codes is None or any(name not in self.codes.found for name in names):
+            return
         try:
             parts = [self.codes.read(name) for name in names]
             if len({kind_of(part.shape[1], inputs) for part in parts}) > 1:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pando.kernels import blocks, linear
-from pando.kernels.blocks import BYTES, NIBBLES, SHORT
+from pando.kernels.blocks import BYTES, HALVES, NIBBLES, SHORT
 from pando.kernels.linear import ROWS, CpuLinear
 from pando.kernels.native import Coded, Dense, NativeLowering, NativeOps, coded_linear, native_linear
 from pando.kernels.ops import Maps
@@ -21,6 +21,7 @@ from pando.kernels.rope import frequencies, turns
 from ..tiny import native_library
 
 KINDS = [NIBBLES, BYTES, SHORT]
+ALL_KINDS = [*KINDS, HALVES]
 LIBRARIES = [(torch.float32,), (torch.float32, "-DWIDTH=4"), (torch.float32, "-DWIDTH=8"), (torch.bfloat16,)]
 
 
@@ -36,6 +37,9 @@ def random_parts(kind: int, outputs: int, inputs: int) -> tuple[np.ndarray, np.n
 
 def random_weight(kind: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain, and as codes."""
+    if kind == HALVES:
+        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+        return weight.to(dtype), weight.view(torch.uint8)
     made = blocks.encode(kind, *random_parts(kind, outputs, inputs))
     return torch.from_numpy(blocks.plain(made, inputs)).to(dtype), torch.from_numpy(made)
 
@@ -60,14 +64,20 @@ def test_every_kind_can_become_short_blocks_of_the_same_weights(kind: int) -> No
     assert np.array_equal(blocks.plain(short, 64), blocks.plain(made, 64))
 
 
-@pytest.mark.parametrize(("size", "inputs"), [(48, 63), (47, 64), (64, 64), (0, 32), (12, 16)])
+def test_numbers_of_16_bits_are_codes_as_they_are() -> None:
+    weight, codes = random_weight(HALVES, 6, 64)
+    assert blocks.kind_of(codes.shape[1], 64) == HALVES
+    assert np.array_equal(blocks.plain(codes.numpy(), 64), weight.numpy())
+
+
+@pytest.mark.parametrize(("size", "inputs"), [(48, 63), (47, 64), (64, 64), (0, 32), (12, 16), (256, 64)])
 def test_bytes_that_are_no_blocks_are_refused(size: int, inputs: int) -> None:
     with pytest.raises(ValueError, match="no row of blocks"):
         blocks.kind_of(size, inputs)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_map_of_codes_has_the_very_weights(library: tuple[Any, ...], kind: int) -> None:
     """Each input but one is zero, so that what comes out is a weight."""
     weight, codes = random_weight(kind, 21, 96)
@@ -78,7 +88,7 @@ def test_a_map_of_codes_has_the_very_weights(library: tuple[Any, ...], kind: int
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 17])
 def test_a_map_of_codes_is_the_map_of_the_weight(library: tuple[Any, ...], kind: int, rows: int) -> None:
     dtype, c = library[0], native_library(*library)

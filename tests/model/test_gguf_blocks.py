@@ -97,7 +97,7 @@ def test_a_weight_that_is_no_number_leaves_all_plain(converted: Callable[..., Pa
 def loaded(directory: Path, dtype: torch.dtype = torch.float32, blocks: Path | None = None, *, fp8: bool = False) -> Weights:
     config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
     files = [directory / "model.safetensors"]
-    return load_weights(files, config, dtype, torch.device("cpu"), fp8=fp8, blocks=blocks or directory / BLOCKS)
+    return load_weights(files, config, dtype, torch.device("cpu"), fp8=fp8, coded=True, blocks=blocks or directory / BLOCKS)
 
 
 def assert_coded(weights: Weights) -> None:

@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pando.errors import BadModelFile, InputError, ModelNotFound, UnsupportedModel
+from pando.kernels.blocks import plain
 from pando.kernels.fp8 import Scaled, scaled
 from pando.model import weights
 from pando.model.config import ModelConfig
@@ -53,6 +55,33 @@ def change(originals: dict[str, Path], tmp_path: Path) -> Callable[[str, Callabl
         return directory
 
     return changed
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_checkpoint_in_bfloat16_is_kept_so_beside_float32(coded: bool, name: str, change: Callable[..., Path]) -> None:
+    """Where each weight lies as the layers read it: not in a GPT-2, whose matrices are the other way round."""
+    directory = change(name, lambda tensors: {key: value.to(torch.bfloat16) for key, value in tensors.items()})
+    config, files = config_of(directory), weight_files(directory)
+    found = load_weights(files, config, torch.float32, CPU, coded=coded)
+    maps = [found.head, *(each for layer in found.layers for each in (layer.qkv, layer.o, layer.up, layer.down))]
+    wide = [each for each in maps if each.shape[1] % 32 == 0]
+    assert len(found.blocks) == (len(wide) if coded and name != "gpt2" else 0)
+    assert not coded or name == "gpt2" or wide
+    for weight in wide if found.blocks else ():
+        assert isinstance(weight, Tensor)
+        assert np.array_equal(plain(found.blocks[weight.data_ptr()].numpy(), weight.shape[1]), weight.numpy())
+    assert not load_weights(files, config, torch.bfloat16, CPU, coded=coded).blocks, "as plain weights they are no more bytes"
+
+
+def test_a_checkpoint_of_which_a_part_is_bfloat16_is_plain_in_what_is_not(change: Callable[..., Path]) -> None:
+    def edit(tensors: Tensors) -> Tensors:
+        return {key: value if "q_proj" in key else value.to(torch.bfloat16) for key, value in tensors.items()}
+
+    directory = change("llama", edit)
+    found = load_weights(weight_files(directory), config_of(directory), torch.float32, CPU, coded=True)
+    assert all(layer.qkv.data_ptr() not in found.blocks for layer in found.layers if isinstance(layer.qkv, Tensor))
+    assert found.blocks
 
 
 def assert_equal(one: Weights, other: Weights) -> None:
