@@ -151,7 +151,7 @@ static __attribute__((noinline)) void look_by_columns(const Work *w, const Tile 
             for (int d = 0; d < D; d++) column[d * WIDTH] = up(from[d]) * w->scale;
         }
         for (int from = at->from; from < to; from += KEYS) {
-            int count = keys_of(w, at, from, to, h, behind, desk->copy, block);
+            int count = keys_of(w, at, from, to, h, behind, 0, desk->copy, block);
             score_columns(desk->q, vectors, block, count, D, desk->scores);
             for (int v = 0; v < vectors; v++) {
                 ints visible = {0};
