@@ -48,7 +48,7 @@ static inline __attribute__((always_inline)) void dots_blocks(
     vec sum[4][4] = {{{0}}};
     for (int b = 0; b < I / group; b++) {
         if (wanted)
-            for (int line = 0; line < 4 * bytes; line += 64) __builtin_prefetch(w[0] + 4 * b * bytes + AHEAD / 2 + line, 0, CACHE);
+            for (int line = 0; line < 4 * bytes; line += 64) __builtin_prefetch(w[0] + 4 * b * bytes + AHEAD + line, 0, CACHE);
         for (int u = 0; u < group / WIDTH; u++) {
             vec in[4];
             for (int c = 0; c < columns; c++) in[c] = load_float(x[c] + b * group + u * WIDTH);
