@@ -34,7 +34,8 @@ class CpuLinear:
         forms: dict[str, Maker] = {"torch": _torch, "packed": _packed}
         if library is not None:
             forms["native"] = partial(native_linear, library)
-            if all(sample.data_ptr() in self.blocks for sample in samples):
+            if coded := [sample for sample in samples if sample.data_ptr() in self.blocks]:
+                samples = coded
                 forms["coded"] = lambda weight, bias: coded_linear(library, weight, bias, self.blocks[weight.data_ptr()])
         self.forms = forms
         self._found = _measure(samples, forms)
@@ -45,7 +46,7 @@ class CpuLinear:
             return fp8.linear(weight, bias)
         lacks = set() if weight.data_ptr() in self.blocks else {"coded"}
         chosen = self._without(lacks)
-        if "packed" in chosen.values() and {"torch", "native"} & set(chosen.values()):
+        if "packed" in chosen.values() and set(chosen.values()) != {"packed"}:
             if weight.nbytes > self.spare:
                 chosen = self._without({"packed", *lacks})
             else:

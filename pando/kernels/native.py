@@ -195,13 +195,15 @@ class NativeOps(FusedOps):
     def whole(self, maps: Maps) -> Whole | None:
         """One call instead of ten: what Python does between them is a tenth of a small model's step, and its other threads hold it up."""
         made = [(self._is_best, *_layer(maps, {}))] if self._is_best is not None else []
-        if self._coded is not None:
+        weights = [weight.data_ptr() for weight, _ in (maps.qkv, maps.o, maps.up, maps.down)]
+        if self._coded is not None and all(each in self._coded.blocks for each in weights):
             made.append((self._coded.is_best, *_layer(maps, self._coded.blocks)))
         if not made:
             return None
         forms = [(is_best, ctypes.addressof(layer)) for is_best, layer, _ in made]
         size, inner, queries = len(maps.norm), maps.down[0].shape[1], maps.heads * maps.head_dim
-        width = size + 2 * queries + 2 * maps.kv_heads * maps.head_dim + 3 * inner + 2 * max(size, inner, queries)
+        width = size + 2 * queries + 2 * maps.kv_heads * maps.head_dim + 3 * inner
+        width += 2 * max(size, inner, queries) if self.library.dtype == torch.bfloat16 else 0
         run = self.library.layer
 
         def apply(

@@ -5,6 +5,7 @@ The header is parsed here, with every count and offset checked against the size 
 """
 
 import json
+import logging
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from .gguf_blocks import KINDS, NoBlocks, blocks_of
 from .gguf_layout import Layout, layout_of
 from .gguf_tokenizer import write_tokenizer
 from .shelf import Progress, sync
+
+log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
@@ -236,8 +239,9 @@ def _write_weights(file: GGUFFile, layout: Layout, into: Path, progress: Progres
     try:
         before = total - sum(each.size for each in codes)
         _write(into / BLOCKS, codes, lambda done: progress(before + done, total))
-    except NoBlocks:  # some number of it is none
-        (into / BLOCKS).unlink()
+    except (NoBlocks, OSError) as error:  # a number that is none, or a full disk
+        log.warning("%s is converted without its codes, by which few rows would be computed faster: %s", file.path, error)
+        (into / BLOCKS).unlink(missing_ok=True)
 
 
 def _write(target: Path, entries: Sequence[_Entry], progress: Callable[[int], None]) -> None:

@@ -61,5 +61,5 @@ def blocks_of(raw: Array, encoding: int, group_bytes: int, decoded: Callable[[Ar
     scales, offsets = (if_it_had(each)[:, ::step] for each in (recipe.ones, recipe.zeros))
     made = encode(recipe.kind, codes, scales, offsets + recipe.lowest * scales)
     if not np.array_equal(plain(made, values.shape[1]), values):
-        raise NoBlocks
+        raise NoBlocks("they would be other numbers")
     return made

@@ -56,6 +56,7 @@ CATALOGUE = (
     ),
 )
 
+WITHOUT_CODES = 2  # the version of the converter that wrote the same, and no codes
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickles, never code
 _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, in other layouts
@@ -160,18 +161,26 @@ def _own_gguf(path: Path, shelf: Shelf) -> ModelFiles:
 
 
 def _from_catalogue(entry: CatalogueEntry, shelf: Shelf, offline: bool) -> ModelFiles:
-    target = shelf.models / _folder(entry.name, entry.sha256)
+    target, older = (shelf.models / _folder(entry.name, entry.sha256, version) for version in (CONVERTER_VERSION, WITHOUT_CODES))
     if not shelf.holds(target):
+        if offline and shelf.holds(older):
+            return _directory(older)
         if offline:
             raise FetchFailed(f"{entry.name} is not in {shelf.models}, and fetching is off; run `pando pull {entry.name}` with a network")
-        with shelf.making(target) as workshop:
-            if workshop is not None:
-                _convert(_fetch(entry, workshop, shelf), workshop, shelf)
+        try:
+            with shelf.making(target) as workshop:
+                if workshop is not None:
+                    _convert(_fetch(entry, workshop, shelf), workshop, shelf)
+        except FetchFailed:
+            if not shelf.holds(older):
+                raise
+            shelf.say(f"{entry.name} cannot be fetched again; what was converted before is used, which answers more slowly on a CPU")
+            return _directory(older)
     return _directory(target)
 
 
-def _folder(title: str, sha256: str) -> str:
-    return f"{title}-{sha256[:16]}-v{CONVERTER_VERSION}"
+def _folder(title: str, sha256: str, version: int = CONVERTER_VERSION) -> str:
+    return f"{title}-{sha256[:16]}-v{version}"
 
 
 def _convert(file: Path, workshop: Path, shelf: Shelf) -> None:

@@ -71,8 +71,11 @@ def load(
         give_back()
     shelf = Shelf.of_user(shown=True)
     log.info("loading %s: %.1f GiB of weights", files.directory, _bytes(files.weights) / 2**30)
-    blocks = () if files.blocks is None else (files.blocks,)
-    coded = compiled and place.type == "cpu" and _bytes(blocks or files.weights) <= free_memory(place) // SPARE
+    native_here = compiled and place.type == "cpu" and kind in native.TYPES
+    blocks = (files.blocks,) if files.blocks is not None and place.type == "cpu" else ()
+    coded = native_here and _bytes(blocks or files.weights) <= free_memory(place) // SPARE
+    if native_here and not coded:
+        log.info("weights are not kept as codes, too, by which few rows are computed faster: there is too little memory")
     with shelf.bar("loading") as report:
         weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8", coded=coded, blocks=files.blocks)
     named = digest((*files.weights, *blocks), config, shelf.sha256_of) + str(kind).encode()

@@ -66,6 +66,7 @@ class Weights:
 _PREFIX = re.compile(r"^(model|transformer)\.")
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")  # computed anew, or a causal mask
 _DTYPES = ("F32", "F16", "BF16")
+SEEN = 64  # of so many rows of codes one is compared with its weights
 
 
 def load_weights(
@@ -250,7 +251,7 @@ class _Loader:
 
     def _keep_blocks(self, weight: Tensor, names: list[str], order: Tensor | None) -> None:
         """Of a weight that is made of these, if there are blocks of all of them. Those of several kinds become of one. Whether they are of
-        this model is seen by a row of each. Those of a checkpoint in bfloat16 are what it holds."""
+        this model is seen by some rows. Those of a checkpoint in bfloat16 are what it holds."""
         rows, inputs = weight.shape
         if self.names.transposed or inputs % 32:
             return
@@ -262,14 +263,17 @@ class _Loader:
             return
         try:
             parts = [self.codes.read(name) for name in names]
+            if any(part.dtype != torch.uint8 for part in parts):
+                raise ValueError(f"{names[0]} is no block")
             if len({kind_of(part.shape[1], inputs) for part in parts}) > 1:
                 parts = [torch.from_numpy(shortened(part.numpy(), inputs)) for part in parts]
             blocks = _stack(parts, order, torch.empty(rows, parts[0].shape[1], dtype=torch.uint8))
-            if sum(map(len, parts)) != rows or not torch.equal(torch.from_numpy(plain(blocks[:1].numpy(), inputs)).to(weight), weight[:1]):
+            some = torch.from_numpy(plain(blocks[::SEEN].numpy(), inputs)).to(weight)
+            if sum(map(len, parts)) != rows or not torch.equal(some, weight[::SEEN]):
                 raise ValueError(f"{names[0]} is another one")
         except (ValueError, IndexError, RuntimeError, BadModelFile) as error:
             log.warning("few rows are computed with plain weights, which is slower: the codes beside them do not fit (%s)", error)
-            self.codes = None
+            self.codes, self.blocks = None, {}
         else:
             self.blocks[weight.data_ptr()] = blocks
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pando.kernels import blocks, linear
 from pando.kernels.blocks import BYTES, HALVES, NIBBLES, SHORT
 from pando.kernels.linear import ROWS, CpuLinear
-from pando.kernels.native import Coded, Dense, NativeLowering, NativeOps, coded_linear, native_linear
+from pando.kernels.native import Coded, Dense, NativeLowering, NativeOps, coded_linear
 from pando.kernels.ops import Maps
 from pando.kernels.reads import joined
 from pando.kernels.reference import Geometry
@@ -141,20 +141,23 @@ def test_codes_are_read_where_that_is_quickest_and_they_are_there(monkeypatch: p
     assert not make(weight, None)(x).any() and make(plain, None)(x).any() and make(weight, None)(torch.randn(40, 64)).any()
 
 
-def test_without_codes_of_what_is_measured_they_are_no_form() -> None:
+def test_without_any_codes_they_are_no_form() -> None:
     weight, codes = random_weight(NIBBLES, 40, 64)
     known = {weight.data_ptr(): codes}
     assert "coded" in CpuLinear([weight], 0, native_library(), known).forms
-    assert "coded" not in CpuLinear([weight, torch.randn(40, 64)], 0, native_library(), known).forms
+    assert "coded" in CpuLinear([torch.randn(40, 64), weight], 0, native_library(), known).forms, "some weights have them"
+    assert "coded" not in CpuLinear([weight], 0, native_library(), {}).forms
     assert "coded" not in CpuLinear([weight], 0, None, known).forms
 
 
 def test_codes_and_a_packed_layout_leave_no_plain_weight_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there is no second copy that would have to be spared."""
+    """But while a model is loaded there is, so that the layout has to be spared."""
     told(monkeypatch, "coded", "coded", "coded", "packed", "packed")
     weight, codes = random_weight(NIBBLES, 40, 64)
-    make = CpuLinear([weight], 0, native_library(), {weight.data_ptr(): codes})
+    assert CpuLinear([weight], weight.nbytes - 1, native_library(), {weight.data_ptr(): codes})(weight, None)(weight).shape == (40, 40)
+    make = CpuLinear([weight], weight.nbytes, native_library(), {weight.data_ptr(): codes})
     apply, gone = make(weight, None), weakref.ref(weight)
+    assert make.spare == 0
     few, exact = torch.randn(1, 64), weight.double()
     many = torch.randn(40, 64)
     assert torch.allclose(apply(few).double(), F.linear(few.double(), exact), atol=1e-5)
@@ -165,12 +168,12 @@ def test_codes_and_a_packed_layout_leave_no_plain_weight_behind(monkeypatch: pyt
 
 
 def coded_maps(dtype: torch.dtype) -> tuple[Maps, dict[int, torch.Tensor]]:
-    """Of 4 and 2 heads of 32, with maps of three kinds, and one that is not there as codes."""
-    made = [random_weight(*each, dtype=dtype) for each in ((NIBBLES, 256, 96), (SHORT, 96, 128), (BYTES, 128, 96), (NIBBLES, 96, 64))]
-    qkv, o, up, down = ((weight, None) for weight, _ in made)
-    norm = torch.ones(96, dtype=dtype)
-    known = {weight.data_ptr(): codes for weight, codes in made[:3]}
-    return Maps(norm, qkv, None, o, norm, up, down, 4, 2, 32, 1e-5), known
+    """Of 4 and 2 heads of 32, with maps of all kinds, biases, and norms of queries and keys."""
+    made = [random_weight(*each, dtype=dtype) for each in ((NIBBLES, 256, 96), (SHORT, 96, 128), (BYTES, 128, 96), (HALVES, 96, 64))]
+    qkv, o, up, down = ((weight, torch.randn(len(weight)).to(dtype)) for weight, _ in made)
+    norm, qk_norm = torch.ones(96, dtype=dtype), (1 + torch.randn(6, 32) / 4).to(dtype)
+    known = {weight.data_ptr(): codes for weight, codes in made}
+    return Maps(norm, qkv, qk_norm, o, norm, up, down, 4, 2, 32, 1e-5), known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,13 +186,13 @@ def test_a_layer_of_codes_in_one_call_is_its_steps_one_by_one(dtype: torch.dtype
     pools, x = torch.randn(2, 144, 2, 32).to(dtype), torch.randn(rows, 96).to(dtype)
     lowering = NativeLowering(c, Dense(), joined(16, [(list(range(1, 9)), 20 + rows, 0, range(rows), [0] * rows)]), at, geometry)
 
-    def made(weight: torch.Tensor) -> linear.Apply:
-        codes = known.get(weight.data_ptr())
-        return native_linear(c, weight, None) if codes is None else coded_linear(c, weight, None, codes)
-
-    qkv, o, up, down = (made(weight) for weight, _ in (maps.qkv, maps.o, maps.up, maps.down))
+    given = (maps.qkv, maps.o, maps.up, maps.down)
+    qkv, o, up, down = (coded_linear(c, weight, bias, known[weight.data_ptr()]) for weight, bias in given)
     stream, (k, v) = x.clone(), pools.clone()
     heads = qkv(ops.add_rms_norm(maps.norm, maps.eps)(stream, None)).view(rows, 8, 32)
+    assert maps.qk_norm is not None
+    for head, weight in enumerate(maps.qk_norm):
+        heads[:, head] = ops.rms_norm(weight, maps.eps)(heads[:, head])
     attended = lowering.attend(*ops.rotate_and_store(heads, turn, slots, k, v), k, v).flatten(1)
     found = down(ops.gate("silu")(up(ops.add_rms_norm(maps.mlp_norm, maps.eps)(stream, o(attended)))))
 
@@ -202,3 +205,11 @@ def test_a_layer_of_codes_in_one_call_is_its_steps_one_by_one(dtype: torch.dtype
     assert done is not None
     for mine, one_by_one in ((done, found), (others, stream), (other_k, k), (other_v, v)):
         assert mine.isfinite().all() and torch.equal(mine, one_by_one)
+
+
+def test_a_layer_of_which_one_map_has_no_codes_is_not_done_by_codes() -> None:
+    """Its plain weight may be let go, and another form be quicker."""
+    maps, known = coded_maps(torch.float32)
+    assert NativeOps(native_library(), None, Coded(known, lambda rows: True)).whole(maps) is not None
+    del known[maps.down[0].data_ptr()]
+    assert NativeOps(native_library(), None, Coded(known, lambda rows: True)).whole(maps) is None

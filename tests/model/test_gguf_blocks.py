@@ -18,6 +18,8 @@ from pando.engine.llm import LLM
 from pando.engine.request import Request
 from pando.kernels import linear
 from pando.kernels.blocks import plain, shortened
+from pando.model import gguf as gguf_files
+from pando.model import load
 from pando.model.config import ModelConfig
 from pando.model.gguf import BLOCKS, convert
 from pando.model.gguf_blocks import KINDS, NoBlocks, blocks_of
@@ -145,11 +147,20 @@ def _more_rows(directory: Path, other: Path) -> None:
     save_file({name: np.concatenate((codes, codes)) for name, codes in load_file(directory / BLOCKS).items()}, directory / BLOCKS)
 
 
+def _one_rolled(directory: Path, other: Path) -> None:
+    codes, name = load_file(directory / BLOCKS), "model.layers.0.mlp.down_proj.weight"
+    save_file({**codes, name: np.roll(codes[name], 1, 0)}, directory / BLOCKS)
+
+
+def _of_floats(directory: Path, other: Path) -> None:
+    save_file({name: codes.astype(np.float32) for name, codes in load_file(directory / BLOCKS).items()}, directory / BLOCKS)
+
+
 def _flat(directory: Path, other: Path) -> None:
     save_file({name: codes.flatten() for name, codes in load_file(directory / BLOCKS).items()}, directory / BLOCKS)
 
 
-@pytest.mark.parametrize("spoil", [_of_another, _cut_short, _no_blocks, _fewer_rows, _more_rows, _flat])
+@pytest.mark.parametrize("spoil", [_of_another, _cut_short, _no_blocks, _fewer_rows, _more_rows, _one_rolled, _of_floats, _flat])
 def test_codes_that_do_not_fit_are_not_used(
     spoil: Callable[[Path, Path], None], converted: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,6 +171,40 @@ def test_codes_that_do_not_fit_are_not_used(
     assert len(caplog.records) == 1 and "which is slower" in caplog.text
 
 
+def test_a_full_disk_leaves_a_model_without_codes(
+    converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = gguf_files._write
+
+    def full(target: Path, *rest: Any) -> None:
+        write(target, *rest)
+        if target.name == BLOCKS:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_files, "_write", full)
+    directory = converted("Q4_1")
+    assert "without its codes" in caplog.text and not (directory / BLOCKS).exists()
+    assert not loaded(directory, blocks=None).blocks
+
+
+@pytest.mark.parametrize(("free", "dtype", "compiled", "codes"), [
+    (1 << 30, "float32", True, True), (1 << 30, "bfloat16", True, True), (1 << 30, "float16", True, False),
+    (1 << 30, "float32", False, False), (1 << 10, "float32", True, False),
+])  # fmt: skip
+def test_codes_are_read_where_they_can_be_used_and_there_is_room(
+    free: int, dtype: str, compiled: bool, codes: bool, converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, read = converted("Q4_1"), []
+    monkeypatch.setattr(load, "free_memory", lambda place: free)
+    monkeypatch.setattr(load, "load_weights", lambda *given, **options: read.append(options["coded"]) or load_weights(*given, **options))
+    named = load.load(str(directory), device="cpu", dtype=dtype, compiled=compiled).digest
+    assert read == [codes]
+    with (directory / BLOCKS).open("ab") as file:  # whoever holds the pages of one must not read those of the other
+        file.write(b" ")
+    assert load.load(str(directory), device="cpu", dtype=dtype, compiled=compiled).digest != named
+
+
+@pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_answers_the_same_by_its_codes(dtype: str, converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, and several; with whole layers in C."""

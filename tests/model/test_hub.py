@@ -107,6 +107,17 @@ def test_the_second_start_runs_nothing(catalogued, monkeypatch):
     assert hub.resolve("tiny") == hub.resolve("tiny", offline=True) == first
 
 
+def test_without_a_network_what_was_converted_before_there_were_codes_still_serves(catalogued, tmp_path, home):
+    new = hub.resolve("tiny").directory
+    older = new.rename(new.with_name(new.name.replace(f"-v{hub.CONVERTER_VERSION}", f"-v{hub.WITHOUT_CODES}")))
+    assert hub.resolve("tiny", offline=True).directory == older
+    wheels = (tmp_path / "wheels").rename(tmp_path / "away")
+    assert hub.resolve("tiny").directory == older
+    wheels.rename(tmp_path / "wheels")
+    assert hub.resolve("tiny").directory == new
+    assert sorted(left_over(home)) == [older.name, new.name]
+
+
 def test_a_model_with_a_part_removed_is_made_again(catalogued):
     files = hub.resolve("tiny")
     files.tokenizer.unlink()
