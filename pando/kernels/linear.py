@@ -59,7 +59,7 @@ class CpuLinear:
         return _choose({rows: {form: spent for form, spent in times.items() if form not in lacking} for rows, times in self._found.items()})
 
     def serves(self, form: str) -> Callable[[int], bool] | None:
-        """Is this the form of weights that have all of them, for so many rows of input? None: it never is."""
+        """Do weights that are there in every form take this one, for so many rows of input? None: they never do."""
         rows_served = {rows for rows, each in self.chosen.items() if each == form}
         return (lambda rows: _timed(rows) in rows_served) if rows_served else None
 
