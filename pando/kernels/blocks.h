@@ -5,8 +5,6 @@
 enum { NIBBLES = 3, BYTES = 5, SHORT = 6, HALVES = 8 }; /* bytes of four weights; SHORT: bytes in blocks of 16; HALVES: bfloat16 */
 
 typedef uint8_t codes_vec __attribute__((vector_size(WIDTH)));
-typedef uint16_t wider_vec __attribute__((vector_size(2 * WIDTH)));
-typedef uint32_t widest_vec __attribute__((vector_size(4 * WIDTH)));
 
 static inline ints numbers(const uint8_t *codes) {
 #ifdef WIDE
@@ -16,16 +14,16 @@ static inline ints numbers(const uint8_t *codes) {
 #else
     codes_vec c;
     memcpy(&c, codes, sizeof c);
-    return __builtin_convertvector(__builtin_convertvector(c, wider_vec), ints); /* in one step gcc would take them one by one */
+    return __builtin_convertvector(__builtin_convertvector(c, half_vec), ints); /* in one step gcc would take them one by one */
 #endif
 }
 
 /* Weights u * WIDTH and on of a block. The first 16 of 32 nibbles are the lower halves of bytes; a byte is 128 more than it means. */
 static inline __attribute__((always_inline)) vec weights_of(int kind, const uint8_t *block, int u) {
     if (kind == HALVES) {
-        wider_vec upper;
+        half_vec upper;
         memcpy(&upper, block + u * sizeof upper, sizeof upper);
-        return (vec)(__builtin_convertvector(upper, widest_vec) << 16);
+        return (vec)(__builtin_convertvector(upper, bits_vec) << 16);
     }
     float scale, offset;
     memcpy(&scale, block, 4);

@@ -1,6 +1,6 @@
 /* Looking at keys by vectors, KEYS at a time, all as fp32. Included by attend.h. */
 
-/* Whether each block of keys is asked for ahead: few queries wait for memory. As measured with AVX-512; a Neoverse N1 guesses by itself. */
+/* Whether each block of keys is asked for ahead: few queries wait for memory. As measured with AVX-512; on ARM it was not. */
 #ifdef __x86_64__
 #define EACH 1
 #else

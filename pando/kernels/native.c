@@ -33,11 +33,11 @@
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef float vec_any __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(2 * WIDTH)));
+typedef uint32_t bits_vec __attribute__((vector_size(4 * WIDTH)));
 
 #ifdef BF16
 typedef uint16_t el;
-typedef uint16_t half_vec __attribute__((vector_size(2 * WIDTH)));
-typedef uint32_t bits_vec __attribute__((vector_size(4 * WIDTH)));
 static inline float up(el x) {
     union { uint32_t bits; float number; } c = {.bits = (uint32_t)x << 16};
     return c.number;
@@ -372,7 +372,7 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     int C = l->C, I = l->I, H = l->H, K = l->K, D = l->D;
     el *normed = desk, *qkv = normed + (int64_t)T * C, *turned = qkv + (int64_t)T * (H + 2 * K) * D;
     el *both = turned + (int64_t)T * H * D, *gated = both + (int64_t)T * 2 * I;
-    float *wide = (float *)(((uintptr_t)(gated + (int64_t)T * I) + 63) / 64 * 64);
+    float *wide = (float *)(((uintptr_t)(gated + (int64_t)T * I) + LINE - 1) / LINE * LINE);
     if (more) add(x, more, T, C);
     rms_norm(x, l->norm, normed, T, C, C, l->eps);
     linear_either(normed, l->qkv, l->qkv_kind, l->qkv_bias, qkv, wide, T, C, (H + 2 * K) * D);

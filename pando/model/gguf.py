@@ -18,13 +18,11 @@ import numpy as np
 
 from ..errors import BadModelFile, PandoError, UnsupportedModel
 from .gguf_blocks import KINDS, NoBlocks, blocks_of
-from .gguf_layout import Layout, layout_of
+from .gguf_layout import Array, Layout, layout_of
 from .gguf_tokenizer import write_tokenizer
 from .shelf import Progress, sync
 
 log = logging.getLogger(__name__)
-
-Array = np.ndarray[Any, Any]
 
 CONVERTER_VERSION = 3  # part of the cache folder's name: raise it when the same file would be converted differently
 

@@ -6,13 +6,12 @@ compared with the tensor itself, number by number, and refused where it differs.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.blocks import BYTES, NIBBLES, SHORT, encode, plain
+from ..kernels.blocks import BYTES, NIBBLES, SHORT, Array, encode, plain
 
-Array = np.ndarray[Any, Any]
 Bytes = dict[int, bytes]  # where in a group of the encoding which bytes stand
 
 ONE, ZERO = b"\x00\x3c", b"\0\0"  # in float16

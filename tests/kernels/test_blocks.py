@@ -19,6 +19,7 @@ from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, turns
 
 from ..tiny import native_library
+from .steps import by_steps
 
 KINDS = [NIBBLES, BYTES, SHORT]
 ALL_KINDS = [*KINDS, HALVES]
@@ -187,14 +188,9 @@ def test_a_layer_of_codes_in_one_call_is_its_steps_one_by_one(dtype: torch.dtype
     lowering = NativeLowering(c, Dense(), joined(16, [(list(range(1, 9)), 20 + rows, 0, range(rows), [0] * rows)]), at, geometry)
 
     given = (maps.qkv, maps.o, maps.up, maps.down)
-    qkv, o, up, down = (coded_linear(c, weight, bias, known[weight.data_ptr()]) for weight, bias in given)
+    by_codes = [coded_linear(c, weight, bias, known[weight.data_ptr()]) for weight, bias in given]
     stream, (k, v) = x.clone(), pools.clone()
-    heads = qkv(ops.add_rms_norm(maps.norm, maps.eps)(stream, None)).view(rows, 8, 32)
-    assert maps.qk_norm is not None
-    for head, weight in enumerate(maps.qk_norm):
-        heads[:, head] = ops.rms_norm(weight, maps.eps)(heads[:, head])
-    attended = lowering.attend(*ops.rotate_and_store(heads, turn, slots, k, v), k, v).flatten(1)
-    found = down(ops.gate("silu")(up(ops.add_rms_norm(maps.mlp_norm, maps.eps)(stream, o(attended)))))
+    found = by_steps(ops, maps, by_codes, stream, None, turn, slots, lowering.attend, k, v)
 
     whole, others, (other_k, other_v) = ops.whole(maps), x.clone(), pools.clone()
     assert whole is not None

@@ -25,6 +25,7 @@ from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, turns
 
 from ..tiny import compile_folder, greedy, native_library, run, tiny_engine, tiny_model, tiny_tokenizer
+from .steps import by_steps
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -156,16 +157,10 @@ def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], r
     pools = torch.randn(2, 144, 2, 32).to(dtype)
     x, more = torch.randn(2, rows, 96).to(dtype)
     lowering = NativeLowering(c, Dense(), reads, at, geometry)
-    qkv, o, up, down = (native_linear(c, *each) for each in (maps.qkv, maps.o, maps.up, maps.down))
+    linear = [native_linear(c, *each) for each in (maps.qkv, maps.o, maps.up, maps.down)]
 
     stream, (k, v) = x.clone(), pools.clone()
-    read = ops.add_rms_norm(maps.norm, maps.eps)(stream, more if adds else None)
-    heads = qkv(read).view(rows, 10, 32)
-    if maps.qk_norm is not None:
-        for head, weight in enumerate(maps.qk_norm):
-            heads[:, head] = ops.rms_norm(weight, maps.eps)(heads[:, head])
-    attended = lowering.attend(*ops.rotate_and_store(heads, turn, slots, k, v), k, v).flatten(1)
-    found = down(ops.gate("silu")(up(ops.add_rms_norm(maps.mlp_norm, maps.eps)(stream, o(attended)))))
+    found = by_steps(ops, maps, linear, stream, more if adds else None, turn, slots, lowering.attend, k, v)
 
     whole, others, (other_k, other_v) = ops.whole(maps), x.clone(), pools.clone()
     assert whole is not None
