@@ -165,6 +165,14 @@ static inline vec exp2_fast(vec x) {
 
 static inline float exp2_one(float x) { return exp2_fast(all(x))[0]; }
 
+#define KEYS 64  /* keys looked at together */
+#define SIZE 256 /* the largest head */
+
+#if defined(BF16) && (defined(TILES_IN_C) || defined(__AMX_BF16__) && defined(__linux__))
+#define TILES
+#include "tiles.h"
+#endif
+
 /* ---- linear maps -------------------------------------------------------------------------------------------------------------- */
 
 /* How far ahead weights are asked for, and into which cache: as measured on an Intel Xeon with AMX and on a Neoverse N1. */
@@ -176,82 +184,8 @@ static inline float exp2_one(float x) { return exp2_fast(all(x))[0]; }
 #define CACHE 3
 #endif
 
-/* Four rows of weights against four rows of input: sixteen sums in registers for eight loads. As many weights from `next` on are asked for
-   meanwhile, if there is one. */
-static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, const el *next, float out[4][4]) {
-    vec sum[4][4] = {{{0}}};
-    int i = 0;
-    for (; i + WIDTH <= n; i += WIDTH) {
-#ifdef __x86_64__
-        if (next)
-            for (unsigned line = 0; line < 4 * WIDTH * sizeof(el); line += 64) __builtin_prefetch((const char *)(next + 4 * i) + line, 0, CACHE);
-#endif
-        vec b0 = load(x[0] + i), b1 = load(x[1] + i), b2 = load(x[2] + i), b3 = load(x[3] + i);
-        for (int r = 0; r < 4; r++) {
-            vec a = load(w[r] + i);
-            sum[r][0] += a * b0;
-            sum[r][1] += a * b1;
-            sum[r][2] += a * b2;
-            sum[r][3] += a * b3;
-        }
-    }
-    for (int r = 0; r < 4; r++) {
-        quad sums = totals(sum[r]);
-        memcpy(out[r], &sums, sizeof sums);
-        for (int c = 0; c < 4; c++)
-            for (int j = i; j < n; j++) out[r][c] += up(w[r][j]) * up(x[c][j]);
-    }
-}
-
-#define KEYS 64  /* keys looked at together */
-#define SIZE 256 /* the largest head */
-
-#if defined(BF16) && (defined(TILES_IN_C) || defined(__AMX_BF16__) && defined(__linux__))
-#define TILES
-#include "tiles.h"
-#endif
-
-/* One row of weights against one input: bound by reading the weights, so they are read strictly in order. */
-static inline float dot(const el *w, const el *x, int n) {
-    vec sum[8] = {{0}};
-    int i = 0;
-    for (; i + 8 * WIDTH <= n; i += 8 * WIDTH) {
-        for (unsigned line = 0; line < 8 * WIDTH * sizeof(el); line += 64) __builtin_prefetch((const char *)(w + i) + AHEAD + line, 0, CACHE);
-        for (int u = 0; u < 8; u++) sum[u] += load(w + i + u * WIDTH) * load(x + i + u * WIDTH);
-    }
-    for (; i + WIDTH <= n; i += WIDTH) sum[0] += load(w + i) * load(x + i);
-    float rest = total(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
-    for (; i < n; i++) rest += up(w[i]) * up(x[i]);
-    return rest;
-}
-
-/* y [T, O] = x [T, I] w [O, I]' + bias [O] or none; every weight is read once. */
-void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O) {
-#ifdef TILES
-    if (linear_tiles(x, w, bias, y, T, I, O)) return;
-#endif
-#pragma omp parallel for schedule(static)
-    for (int block = 0; block < (O + 3) / 4; block++) {
-        int o = block * 4, rows = O - o < 4 ? O - o : 4;
-        const el *weights[4];
-        for (int r = 0; r < 4; r++) weights[r] = w + (int64_t)(o + (r < rows ? r : 0)) * I; /* rows past the end repeat, and are dropped */
-        for (int t = 0; t < T; t += 4) {
-            int columns = T - t < 4 ? T - t : 4;
-            float out[4][4];
-            if (columns == 1) {
-                for (int r = 0; r < rows; r++) out[r][0] = dot(weights[r], x + (int64_t)t * I, I);
-            } else {
-                const el *inputs[4];
-                for (int c = 0; c < 4; c++) inputs[c] = x + (int64_t)(t + (c < columns ? c : 0)) * I;
-                dots_4x4(weights, inputs, I, t ? 0 : w + (int64_t)(o + 4) * I, out);
-            }
-            for (int c = 0; c < columns; c++)
-                for (int r = 0; r < rows; r++) y[(int64_t)(t + c) * O + o + r] = down(out[r][c] + (bias ? up(bias[o + r]) : 0.0f));
-        }
-    }
-}
-
 #include "blocks.h"
+#include "linear.h"
 
 /* ---- between the linear maps -------------------------------------------------------------------------------------------------- */
 
@@ -349,7 +283,7 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 /* Its weights, and their sizes: C of the stream, I of what is gated. */
 typedef struct {
     const el *norm, *qkv, *qkv_bias, *qk_norm, *o, *o_bias, *mlp_norm, *up, *up_bias, *down, *down_bias; /* a bias, and qk_norm, or none */
-    int32_t qkv_kind, o_kind, up_kind, down_kind; /* as `linear_either` takes it */
+    int32_t qkv_kind, o_kind, up_kind, down_kind; /* as `linear_blocks` takes it */
     int32_t C, I, H, K, D;
     float eps;
 } Layer;
@@ -375,16 +309,16 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     float *wide = (float *)(((uintptr_t)(gated + (int64_t)T * I) + LINE - 1) / LINE * LINE);
     if (more) add(x, more, T, C);
     rms_norm(x, l->norm, normed, T, C, C, l->eps);
-    linear_either(normed, l->qkv, l->qkv_kind, l->qkv_bias, qkv, wide, T, C, (H + 2 * K) * D);
+    linear_blocks(normed, l->qkv, l->qkv_kind, l->qkv_bias, qkv, wide, T, C, (H + 2 * K) * D);
     if (l->qk_norm) norm_heads(qkv, l->qk_norm, T, H + 2 * K, H + K, D, l->eps);
     rotate_and_store(qkv, turn, pairs, slots, turned, k, v, T, H, K, D);
     attend(plan, turned, k, v);
-    linear_either(plan->out, l->o, l->o_kind, l->o_bias, out, wide, T, H * D, C);
+    linear_blocks(plan->out, l->o, l->o_kind, l->o_bias, out, wide, T, H * D, C);
     add(x, out, T, C);
     rms_norm(x, l->mlp_norm, normed, T, C, C, l->eps);
-    linear_either(normed, l->up, l->up_kind, l->up_bias, both, wide, T, C, 2 * I);
+    linear_blocks(normed, l->up, l->up_kind, l->up_bias, both, wide, T, C, 2 * I);
     silu_gate(both, gated, T, I);
-    linear_either(gated, l->down, l->down_kind, l->down_bias, out, wide, T, I, C);
+    linear_blocks(gated, l->down, l->down_kind, l->down_bias, out, wide, T, I, C);
 }
 
 /* Lanes of a vector. */

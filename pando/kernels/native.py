@@ -144,7 +144,7 @@ class Library:
         self.rotate = _declare(library.rotate, p, ctypes.c_int64, p, p, i, p, i, i, i)
         self.attend = _declare(library.attend, p, p, p, p)
         self.layer = _declare(library.layer, p, p, p, p, p, p, p, i, p, p, p, i)
-        self.linear_blocks = _declare(library.linear_blocks, p, p, p, p, i, i, i, i)
+        self.linear_blocks = _declare(library.linear_blocks, p, p, i, p, p, p, i, i, i)
         self.tiles, self.columns = bool(library.has_tiles()), max(FEWEST, library.width() * 3 // 4)
 
 
@@ -173,8 +173,9 @@ def coded_linear(library: Library, weight: Tensor, bias: Tensor | None, blocks: 
     run, w, b, kind = library.linear_blocks, blocks.data_ptr(), None if bias is None else bias.data_ptr(), kind_of(blocks.shape[1], inputs)
 
     def apply(x: Tensor, keeps: tuple[Tensor, Tensor | None] = (blocks, bias)) -> Tensor:
-        y, x = x.new_empty(len(x), outputs), x.float().contiguous()
-        run(x.data_ptr(), w, b, y.data_ptr(), len(x), inputs, outputs, kind)
+        x = x.contiguous()
+        y, desk = x.new_empty(len(x), outputs), torch.empty(x.shape)
+        run(x.data_ptr(), w, kind, b, y.data_ptr(), desk.data_ptr(), len(x), inputs, outputs)
         return y
 
     return apply

@@ -89,64 +89,6 @@ static inline void transpose_pairs(const el *const rows[SIDE], int count, pair_o
     for (int i = 0; i < SIDE; i++) memcpy(to + i * stride, x + i, sizeof *x);
 }
 
-/* y [T, O] = x [T, I] w [O, I]' + bias: 16 outputs at a time for up to 64 rows of input, which are transposed first; weights are read
-   where they lie, each block while the next is being fetched. Answers 0, and has done nothing, where it cannot. */
-static int linear_tiles(const el *x, const el *w, const el *bias, el *y, int T, int I, int O) {
-    int groups = (T + SIDE - 1) / SIDE, steps = I / DEPTH;
-    if (I % DEPTH || O % SIDE || !tiles_granted()) return 0;
-    pair_of_el *packed = aligned_alloc(64, (size_t)groups * steps * SIDE * SIDE * sizeof(pair_of_el));
-    if (!packed) return 0;
-#pragma omp parallel
-    {
-        tiles_begin();
-#pragma omp for schedule(static)
-        for (int part = 0; part < groups * steps; part++) {
-            int t = part / steps * SIDE, count = T - t < SIDE ? T - t : SIDE;
-            const el *rows[SIDE];
-            for (int i = 0; i < count; i++) rows[i] = x + (int64_t)(t + i) * I + part % steps * DEPTH;
-            transpose_pairs(rows, count, packed + (int64_t)part * SIDE * SIDE, SIDE);
-        }
-#pragma omp for schedule(static)
-        for (int o = 0; o < O; o += SIDE) {
-            const el *weights = w + (int64_t)o * I;
-            vec offset[SIDE / WIDTH];
-            for (int r = 0; r < SIDE; r += WIDTH) offset[r / WIDTH] = bias ? load(bias + o + r) : all(0);
-            for (int first = 0; first < groups; first += 4) {
-                int count = groups - first < 4 ? groups - first : 4;
-                const pair_of_el *b = packed + (int64_t)first * steps * SIDE * SIDE;
-                int64_t apart = (int64_t)steps * SIDE * SIDE;
-                sixteen out[4][SIDE];
-                ZERO(0); ZERO(1); ZERO(2); ZERO(3);
-                for (int s = 0; s < steps; s++, b += SIDE * SIDE) {
-                    if (!first)
-                        for (int line = 0; line < SIDE; line++)
-                            __builtin_prefetch((const char *)(weights + (int64_t)SIDE * I) + (s * SIDE + line) * 64, 0, CACHE);
-                    LOAD(4, weights + s * DEPTH, I * sizeof(el));
-                    LOAD(5, b, 64);
-                    DOT(0, 4, 5);
-                    if (count > 1) { LOAD(6, b + apart, 64); DOT(1, 4, 6); }
-                    if (count > 2) { LOAD(5, b + 2 * apart, 64); DOT(2, 4, 5); }
-                    if (count > 3) { LOAD(6, b + 3 * apart, 64); DOT(3, 4, 6); }
-                }
-                STORE(0, out[0], 64);
-                if (count > 1) STORE(1, out[1], 64);
-                if (count > 2) STORE(2, out[2], 64);
-                if (count > 3) STORE(3, out[3], 64);
-                for (int group = 0; group < count; group++) {
-                    transpose(out[group]);
-                    for (int i = 0, t = (first + group) * SIDE; i < SIDE && t < T; i++, t++) {
-                        const float *row = (const float *)(out[group] + i);
-                        for (int r = 0; r < SIDE; r += WIDTH) store(y + (int64_t)t * O + o + r, load_float(row + r) + offset[r / WIDTH]);
-                    }
-                }
-            }
-        }
-        tiles_end();
-    }
-    free(packed);
-    return 1;
-}
-
 #define PACKED (SIDE * SIDE) /* pairs of a tile, whose rows lie one behind the other */
 
 typedef uint16_t words __attribute__((vector_size(64)));

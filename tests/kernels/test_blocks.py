@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pando.kernels import blocks, linear
 from pando.kernels.blocks import BYTES, HALVES, NIBBLES, SHORT
 from pando.kernels.linear import ROWS, CpuLinear
-from pando.kernels.native import Coded, Dense, NativeLowering, NativeOps, coded_linear
+from pando.kernels.native import Coded, Dense, NativeLowering, NativeOps, coded_linear, native_linear
 from pando.kernels.ops import Maps
 from pando.kernels.reads import joined
 from pando.kernels.reference import Geometry
@@ -23,7 +23,8 @@ from .steps import by_steps
 
 KINDS = [NIBBLES, BYTES, SHORT]
 ALL_KINDS = [*KINDS, HALVES]
-LIBRARIES = [(torch.float32,), (torch.float32, "-DWIDTH=4"), (torch.float32, "-DWIDTH=8"), (torch.bfloat16,)]
+TILES = (torch.bfloat16, "-DTILES_IN_C")
+LIBRARIES = [(torch.float32,), (torch.float32, "-DWIDTH=4"), (torch.float32, "-DWIDTH=8"), (torch.bfloat16,), TILES]
 
 
 def random_parts(kind: int, outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -81,11 +82,22 @@ def test_bytes_that_are_no_blocks_are_refused(size: int, inputs: int) -> None:
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_map_of_codes_has_the_very_weights(library: tuple[Any, ...], kind: int) -> None:
     """Each input but one is zero, so that what comes out is a weight."""
-    weight, codes = random_weight(kind, 21, 96)
-    apply = coded_linear(native_library(*library), weight, None, codes)
-    for rows in (1, 96):  # one by one, and many at a time
-        found = torch.cat([apply(part) for part in torch.eye(96, dtype=library[0]).split(rows)])
-        assert torch.equal(found.T, weight.to(library[0]))
+    for outputs in (21, 48):  # 16 at a time may go through tiles
+        weight, codes = random_weight(kind, outputs, 96)
+        apply = coded_linear(native_library(*library), weight, None, codes)
+        for rows in (1, 96):  # one by one, and many at a time
+            found = torch.cat([apply(part) for part in torch.eye(96, dtype=library[0]).split(rows)])
+            assert torch.equal(found.T, weight.to(library[0]))
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("rows", [2, 16, 33, 64, 65, 130])
+def test_by_tiles_codes_and_plain_weights_give_the_same_to_the_last_bit(kind: int, rows: int) -> None:
+    c = native_library(*TILES)
+    for inputs in (32, 64, 96, 576):
+        weight, codes = random_weight(kind, 32, inputs, torch.bfloat16)
+        x, bias = torch.randn(rows, inputs).bfloat16(), torch.randn(32).bfloat16()
+        assert torch.equal(coded_linear(c, weight, bias, codes)(x), native_linear(c, weight, bias)(x))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
