@@ -5,7 +5,7 @@ There are four: torch's own product, the C kernel, which reads the same weight, 
 is dropped where nobody reads it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from platform import machine
@@ -18,7 +18,7 @@ from . import fp8
 from .fp8 import Scaled, Weight
 from .native import Library, coded_linear, native_linear
 from .ops import Apply
-from .timing import seconds
+from .timing import in_turns
 
 ROWS = {1: 1.0, 4: 0.5, 8: 0.25, 32: 0.1, 256: 0.02}  # rows of input that are timed, and on what part of the weights
 PROBE_BYTES = 1 << 28  # of weights at most: a single row must find them in memory, as the model will, not in a cache
@@ -87,19 +87,30 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Apply:
 def _measure(samples: Sequence[Tensor], forms: Mapping[str, Maker]) -> dict[int, dict[str, float]]:
     """Seconds of each form that works, by the number of rows."""
     weights = samples[: max(1, PROBE_BYTES // samples[0].nbytes)]
-    found: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
+    made: dict[str, list[Apply]] = {}
     for form, make in forms.items():
         try:
-            made = [make(weight, None) for weight in weights]
-            made[0](weights[0][:1])
+            applies = [make(weight, None) for weight in weights]
+            applies[0](weights[0][:1])
         except (RuntimeError, AttributeError):  # built without oneDNN, or oneDNN without this dtype
             continue
-        for rows, part in ROWS.items():
-            x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
-            size = max(1, round(part * len(made)))
-            turns = cycle([made[i : i + size] for i in range(0, len(made) - size + 1, size)])  # others each time, that no cache has
-            found[rows][form] = seconds(lambda x=x, turns=turns: [apply(x) for apply in next(turns)])  # type: ignore[misc]
+        made[form] = applies
+    found: dict[int, dict[str, float]] = {}
+    for rows, part in ROWS.items():
+        x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
+        found[rows] = in_turns({form: partial(_apply_some, _parts_of(applies, part), x) for form, applies in made.items()})
     return found
+
+
+def _parts_of(applies: list[Apply], part: float) -> Iterator[list[Apply]]:
+    """Others each time, that no cache has."""
+    size = max(1, round(part * len(applies)))
+    return cycle([applies[i : i + size] for i in range(0, len(applies) - size + 1, size)])
+
+
+def _apply_some(parts: Iterator[list[Apply]], x: Tensor) -> None:
+    for apply in next(parts):
+        apply(x)
 
 
 def _choose(found: dict[int, dict[str, float]]) -> dict[int, str]:

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import lt
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from .ops import Activation, Apply, Attend, FusedOps, Maps, TorchOps, Whole
 from .reads import Reads, joined
 from .reference import Geometry
 from .tiling import Left, Tiling
-from .timing import seconds
+from .timing import in_turns
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
@@ -291,14 +292,14 @@ class Dense(NamedTuple):
     @classmethod
     def measure(cls, library: Library, geometry: Geometry) -> "Dense":
         k, v = torch.randn(2, PROBE_KEYS, geometry.kv_heads, geometry.head_dim).to(library.dtype)
-        spent: dict[Dense, list[float]] = {cls(columns=False): [], cls(): [], cls(True, True): []}
+        kinds = (cls(columns=False), cls(), cls(True, True))
+        spent = list[dict[Dense, float]]()
         for count, before in ((RUN_QUERIES, PROBE_KEYS), (SQUARE_QUERIES, 0)):  # queries behind the keys, and among them
             q = torch.randn(count, geometry.heads, geometry.head_dim).to(library.dtype)
             reads = joined(PROBE_KEYS, [([0], before or count, 0, range(count), [0] * count)])
-            for dense, times in spent.items():
-                lowering = NativeLowering(library, dense, reads, before + torch.arange(count), geometry)
-                times.append(seconds(lambda q=q, lowering=lowering: lowering.attend(q, q, k, v)))  # type: ignore[misc]
-        by_rows, by_columns, by_torch = spent.values()
+            lowered = {dense: NativeLowering(library, dense, reads, before + torch.arange(count), geometry) for dense in kinds}
+            spent.append(in_turns({dense: partial(lowering.attend, q, q, k, v) for dense, lowering in lowered.items()}))
+        by_rows, by_columns, by_torch = ([times[dense] for times in spent] for dense in kinds)
         columns = sum(by_columns) < sum(by_rows)
         runs, squares = map(lt, by_torch, by_columns if columns else by_rows)
         return cls(runs, squares, columns)
