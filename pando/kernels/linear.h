@@ -30,34 +30,33 @@ static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, c
 #ifdef TILES
 #define MADE 2 /* tiles of weights that are widened ahead of the products */
 
-#if defined(WIDE) && defined(__AVX512BF16__) && defined(__AVX512BW__)
-/* A block of 32 by looking them up: the lower four bits of a number choose one of sixteen, which are there twice, since five count. */
-static inline void widen_nibbles(const uint8_t *block, el *to) {
-    const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-    float scale, offset;
-    memcpy(&scale, block, 4);
-    memcpy(&offset, block + 4, 4);
-    vec known = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + offset;
-    __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh((__m512)known));
-    __m512i both = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(block + 8))));
-    _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_srlv_epi16(both, halves), table));
-}
-#endif
-
-/* Of 16 rows of weights 32 each, as the plain ones are. */
-static inline __attribute__((always_inline)) void widen_of(int kind, const uint8_t *w, int64_t stride, el *to) {
+/* 32 weights of a row, as the plain ones are: in one piece where that can be, for a tile that loads what was stored in two waits for it. */
+static inline __attribute__((always_inline)) void widen_row(int kind, const uint8_t *row, el *to) {
     const int group = kind == SHORT ? 16 : 32, bytes = group / 4 * kind;
-    for (int r = 0; r < SIDE; r++, w += stride, to += DEPTH) {
 #if defined(WIDE) && defined(__AVX512BF16__) && defined(__AVX512BW__)
-        if (kind == NIBBLES) {
-            widen_nibbles(w, to);
-            continue;
-        }
-#endif
-        for (int i = 0; i < DEPTH; i += WIDTH) store(to + i, weights_of(kind, w + i / group * bytes, i % group / WIDTH));
+    if (kind == NIBBLES) { /* one of sixteen, which are there twice, since five bits of a number count */
+        const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+        float scale, offset;
+        memcpy(&scale, row, 4);
+        memcpy(&offset, row + 4, 4);
+        vec known = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + offset;
+        __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh((__m512)known));
+        __m512i both = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(row + 8))));
+        _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_srlv_epi16(both, halves), table));
+    } else {
+        vec first = weights_of(kind, row, 0), second = weights_of(kind, row + 16 / group * bytes, 16 % group / 16);
+        _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
     }
+#else
+    for (int i = 0; i < DEPTH; i += WIDTH) store(to + i, weights_of(kind, row + i / group * bytes, i % group / WIDTH));
+#endif
 }
 
+static inline __attribute__((always_inline)) void widen_of(int kind, const uint8_t *w, int64_t stride, el *to) {
+    for (int r = 0; r < SIDE; r++) widen_row(kind, w + r * stride, to + r * DEPTH);
+}
+
+/* Of 16 rows. */
 static inline void widen(int kind, const uint8_t *w, int64_t stride, el *to) {
     if (kind == NIBBLES) widen_of(NIBBLES, w, stride, to);
     else if (kind == BYTES) widen_of(BYTES, w, stride, to);
