@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from ..engine.request import Request, RequestOutput, SamplingParams
 from ..errors import InvalidOption
 from ..model.hub import resolve
 from .baseline import Baseline, usable
-from .measure import Result, Samples, at_most, compared, counted, interleave, paired, worthwhile
+from .measure import Result, Samples, at_most, compared, counted, interleave, paired, passing, worthwhile
 from .modules import QUICK as FEW_MODULES
 from .modules import Bench, Sizes
 from .trial import greedy
@@ -125,7 +125,7 @@ def decode_alone(setting: Setting) -> list[Result]:
     for baseline in setting.baselines:
         runs[f"{baseline.name}, generate"] = partial(baseline.time_generate, prompt, size.answer)
         runs[f"{baseline.name}, bare loop"] = partial(baseline.time_decode, prompt, size.answer)
-    samples = interleave(runs, size.repeats)
+    samples = interleave(runs, size.repeats, shown=True)
     return [compared("decode, batch 1, short context", samples, "tokens/s", ours=OURS, higher=True, at_least=1.6)]
 
 
@@ -134,43 +134,45 @@ def flattened(llm: LLM) -> LLM:
     return LLM.from_config(replace(llm.config, attention="flat"), llm.engine.model)
 
 
-def decode_shared(setting: Setting) -> list[Result]:
+def decode_shared(setting: Setting) -> Iterator[Result]:
     size = setting.size
     shared = prefix(setting.encode, setting.texts.prose, size.prefix)
     kept = [(baseline, baseline.prefill(shared)[1]) for baseline in setting.baselines]
     ours = {OURS: setting.llm, FLAT: flattened(setting.llm)}
-    results = []
     for rows, over_theirs, over_flat in ((size.rows, 5, 2.5), (size.few, 3.4, None)):
         asked = questions(setting.encode, setting.texts.prompts, rows, size.question)
         variants: dict[str, Callable[[int], float]] = {}
         for baseline, cache in kept:
             variants[f"{baseline.name}, growing cache"] = partial(baseline.time_shared, cache, asked)
             variants[f"{baseline.name}, static cache"] = partial(baseline.time_shared_static, cache, asked)
-        names, note = worthwhile({name: run(PROBE_TOKENS) for name, run in variants.items()}, CLEARLY_SLOWER)
+        names, note = worthwhile({name: _probed(name, run) for name, run in variants.items()}, CLEARLY_SLOWER)
         runs = {name: partial(_shared_rate, llm, shared, asked, size.answer) for name, llm in ours.items()}
         runs |= {name: partial(variants[name], size.answer) for name in names}
-        samples = interleave(runs, size.repeats)
+        samples = interleave(runs, size.repeats, shown=True)
         case = f"decode, {rows} requests over {size.prefix} shared tokens"
         theirs = {name: rates for name, rates in samples.items() if name != FLAT}
-        results.append(compared(case, theirs, "tokens/s", ours=OURS, higher=True, at_least=over_theirs, note=note))
-        results.append(_against_flat(case, samples, over_flat, ours))
-    return results
+        yield compared(case, theirs, "tokens/s", ours=OURS, higher=True, at_least=over_theirs, note=note)
+        yield _against_flat(case, samples, over_flat, ours)
 
 
-def decode_unshared(setting: Setting) -> list[Result]:
+def _probed(name: str, run: Callable[[int], float]) -> float:
+    passing(f"{name}, a short probe")
+    return run(PROBE_TOKENS)
+
+
+def decode_unshared(setting: Setting) -> Iterator[Result]:
     """Looking for what could be shared costs nothing where there is nothing."""
     size = setting.size
     ours = {OURS: setting.llm, FLAT: flattened(setting.llm)}
-    results = []
     for rows, length, owner in ((1, size.prefix, "its"), (size.few, size.own, "their")):
         asked = questions(setting.encode, setting.texts.prompts, rows, length)
         for llm in ours.values():
             llm.engine.clear_cache()
             serve(llm, asked, 1)  # from here on every row finds its own context cached
-        samples = interleave({name: partial(_rate, llm, asked, size.answer) for name, llm in ours.items()}, CLOSE * size.repeats)
+        runs = {name: partial(_rate, llm, asked, size.answer) for name, llm in ours.items()}
+        samples = interleave(runs, CLOSE * size.repeats, shown=True)
         case = f"decode, batch {rows} over {length} tokens of {owner} own"
-        results.append(_against_flat(case, samples, 0.98, ours))
-    return results
+        yield _against_flat(case, samples, 0.98, ours)
 
 
 def _against_flat(case: str, samples: Samples, at_least: float | None, ours: dict[str, LLM]) -> Result:
@@ -234,7 +236,7 @@ def first_token(setting: Setting) -> list[Result]:
         kept = baseline.prefill(shared)[1]
         runs[f"{baseline.name}, cache kept"] = partial(baseline.time_first, new, kept)
         runs[f"{baseline.name}, cold"] = partial(baseline.time_first, [*shared, *new])
-    samples = interleave(runs, size.repeats)
+    samples = interleave(runs, size.repeats, shown=True)
     kept_runs = {name: times for name, times in samples.items() if name == "cached" or name.endswith("kept")}
     cold_runs = {name: times for name, times in samples.items() if name.endswith("cold")}
     case, note = f"first token, {size.prefix} cached and {size.new} new", f"{min(cached_tokens)} tokens came from the cache"

@@ -3,7 +3,7 @@
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from .options import above_zero, cores
 from .subject import add_name
 from .workloads import DATA_VARIABLE, gather
 
-CASES: dict[str, Callable[[cases.Setting], list[Result]]] = {
+CASES: dict[str, Callable[[cases.Setting], Iterable[Result]]] = {
     "greedy": cases.greedy_text,
     "perplexity": cases.perplexity,
     "decode": cases.decode_alone,
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         results: list[Result] = []
         for name in names:
             print(f"\nmeasuring {name} ...", flush=True)
-            results += told([_unjudged(result) if arguments.quick else result for result in CASES[name](setting)])
+            results += told(_unjudged(result) if arguments.quick else result for result in CASES[name](setting))
     finish(facts, results, arguments.json)
     return 0
 

@@ -5,7 +5,8 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -31,13 +32,24 @@ class Result:
     samples: Samples = field(default_factory=dict)
 
 
-def interleave(runs: Mapping[str, Callable[[], float]], repeats: int) -> Samples:
-    """Every run in turn, `repeats` times, each round in the other direction: a machine that slows down slows them all alike."""
+def interleave(runs: Mapping[str, Callable[[], float]], repeats: int, shown: bool = False) -> Samples:
+    """Every run in turn, `repeats` times, each round in the other direction: a machine that slows down slows them all alike. Those that
+    take long are `shown`."""
     samples: Samples = {name: [] for name in runs}
     for turn in range(repeats):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
+            if shown:
+                passing(f"{name}, run {turn + 1} of {repeats}")
             samples[name].append(runs[name]())
+    if shown:
+        passing("")
     return samples
+
+
+def passing(what: str) -> None:
+    """What is going on, on a terminal, in the place of what was; silence elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K  {what}" if what else "\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def worthwhile(probes: Mapping[str, float], times: float) -> tuple[list[str], str]:
@@ -204,7 +216,10 @@ def finish(facts: Mapping[str, object], results: Sequence[Result], file: Path | 
     write_json(file, as_json(facts, results))
 
 
-def told(results: list[Result]) -> list[Result]:
-    """Says results as soon as they are there."""
-    print("\n".join(map(line, results)), flush=True)
-    return results
+def told(results: Iterable[Result]) -> list[Result]:
+    """Says each result as soon as it is there."""
+    found = []
+    for result in results:
+        print(line(result), flush=True)
+        found.append(result)
+    return found

@@ -1,10 +1,11 @@
 """The arithmetic of the table, and that runs are taken in turns."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
-from pando.bench.measure import Result, as_json, at_most, compared, counted, interleave, line, table, worthwhile
+from pando.bench.measure import Result, as_json, at_most, compared, counted, interleave, line, table, told, worthwhile
 
 
 def test_runs_take_turns_and_change_direction() -> None:
@@ -17,6 +18,32 @@ def test_runs_take_turns_and_change_direction() -> None:
     samples = interleave({"a": lambda: run("a", 1.0), "b": lambda: run("b", 2.0)}, 3)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert samples == {"a": [1.0] * 3, "b": [2.0] * 3}
+
+
+def test_a_terminal_shows_which_run_is_going_on_and_then_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {"a": lambda: 1.0, "b": lambda: 2.0}
+    assert interleave(runs, 2, shown=True) == interleave(runs, 2)
+    assert capsys.readouterr() == ("", "")  # there is no terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    interleave(runs, 2)
+    assert capsys.readouterr() == ("", "")
+    interleave(runs, 2, shown=True)
+    out, shown = capsys.readouterr()
+    *steps, last = shown.split("\r\033[K")[1:]
+    assert not out and not last
+    assert [step.strip() for step in steps] == ["a, run 1 of 2", "b, run 1 of 2", "b, run 2 of 2", "a, run 2 of 2"]
+
+
+def test_a_result_is_told_before_the_next_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    def measured() -> Iterator[Result]:
+        yield Result("first", 1.0, "ms")
+        assert "first: 1 ms" in capsys.readouterr().out
+        yield Result("second", 2.0, "ms")
+
+    assert [result.case for result in told(measured())] == ["first", "second"]
+    assert "second: 2 ms" in capsys.readouterr().out
 
 
 def test_a_rate_is_compared_by_medians_with_the_best_other() -> None:
