@@ -1,11 +1,14 @@
 """Which form of a linear map is chosen, that every choice gives the same numbers, and what it may take."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pando.kernels import linear
 from pando.kernels.linear import ROWS, CpuLinear, _choose
+from pando.kernels.timing import in_turns
 
 from ..tiny import native_library
 
@@ -143,3 +146,28 @@ def test_bfloat16_is_not_taken_where_it_is_only_imitated(
 def test_the_fastest_dtype_is_one_that_the_cpu_multiplies() -> None:
     bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert linear.fastest_dtype() in ({torch.float32, torch.bfloat16} if bfloat16 else {torch.float32})
+
+
+def test_forms_are_timed_in_turns_and_the_shortest_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order, spent = [0.0], list[str](), {"a": iter((9, 3, 5)), "b": iter((1, 4, 2))}
+
+    def run(name: str) -> None:
+        order.append(name)
+        now[0] += next(spent[name])
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert in_turns({name: partial(run, name) for name in spent}, repeats=2) == {"a": 3, "b": 2}
+    assert order == ["a", "b"] * 3  # the first is no timing
+
+
+def test_other_weights_are_read_in_each_run() -> None:
+    read = list[int]()
+
+    def apply(n: int, x: torch.Tensor) -> torch.Tensor:
+        read.append(n)
+        return x
+
+    parts = linear._parts_of([partial(apply, n) for n in range(7)], 0.25)
+    for _ in range(5):
+        linear._apply_some(parts, torch.zeros(1))
+    assert read == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
