@@ -18,6 +18,13 @@ static inline ints numbers(const uint8_t *codes) {
 #endif
 }
 
+#ifdef WIDE
+/* What each of the sixteen means. */
+static inline vec nibbles_of(float scale, float offset) {
+    return (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + offset;
+}
+#endif
+
 /* Weights u * WIDTH and on of a block. The first 16 of 32 nibbles are the lower halves of bytes; a byte is 128 more than it means. */
 static inline __attribute__((always_inline)) vec weights_of(int kind, const uint8_t *block, int u) {
     if (kind == HALVES) {
@@ -32,8 +39,7 @@ static inline __attribute__((always_inline)) vec weights_of(int kind, const uint
     if (kind != NIBBLES) return __builtin_convertvector(numbers(block + u * WIDTH) - 128, vec) * scale + offset;
     ints both = numbers(block + u * WIDTH % 16);
 #ifdef WIDE /* the lower four bits choose one of sixteen */
-    vec known = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + offset;
-    return (vec)_mm512_permutexvar_ps((__m512i)(u ? both >> 4 : both), (__m512)known);
+    return (vec)_mm512_permutexvar_ps((__m512i)(u ? both >> 4 : both), (__m512)nibbles_of(scale, offset));
 #else
     return __builtin_convertvector(u * WIDTH < 16 ? both & 15 : both >> 4, vec) * scale + offset;
 #endif

@@ -39,8 +39,7 @@ static inline __attribute__((always_inline)) void widen_row(int kind, const uint
         float scale, offset;
         memcpy(&scale, row, 4);
         memcpy(&offset, row + 4, 4);
-        vec known = (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + offset;
-        __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh((__m512)known));
+        __m512i table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh((__m512)nibbles_of(scale, offset)));
         __m512i both = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(row + 8))));
         _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_srlv_epi16(both, halves), table));
     } else {
@@ -213,14 +212,9 @@ static inline __attribute__((always_inline)) void linear_of(
     }
 }
 
-/* Of weights in blocks, or of plain ones, whose kind is 0. Where there are tiles, a single row needs none. `desk` [T, I] is for the input in
-   float, where it is not. */
+/* Of weights in blocks. Where there are tiles, a single row needs none. `desk` [T, I] is for the input in float, where it is not. */
 void linear_blocks(const el *x, const void *w, int kind, const el *bias, el *y, float *desk, int T, int I, int O) {
     const float *wide = (const float *)x;
-    if (!kind) {
-        linear(x, w, bias, y, T, I, O);
-        return;
-    }
 #ifdef TILES
     if (T > 1 && linear_tiles(x, w, kind, bias, y, T, I, O)) return;
 #endif
@@ -232,4 +226,10 @@ void linear_blocks(const el *x, const void *w, int kind, const el *bias, el *y, 
     else if (kind == BYTES) linear_of(BYTES, wide, w, bias, y, T, I, O);
     else if (kind == SHORT) linear_of(SHORT, wide, w, bias, y, T, I, O);
     else linear_of(HALVES, wide, w, bias, y, T, I, O);
+}
+
+/* Of weights in blocks, or of plain ones, whose kind is 0. */
+static void linear_either(const el *x, const void *w, int kind, const el *bias, el *y, float *desk, int T, int I, int O) {
+    if (kind) linear_blocks(x, w, kind, bias, y, desk, T, I, O);
+    else linear(x, w, bias, y, T, I, O);
 }

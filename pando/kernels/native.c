@@ -283,7 +283,7 @@ void rotate_and_store(const el *qkv, const float *turn, int pairs, const int64_t
 /* Its weights, and their sizes: C of the stream, I of what is gated. */
 typedef struct {
     const el *norm, *qkv, *qkv_bias, *qk_norm, *o, *o_bias, *mlp_norm, *up, *up_bias, *down, *down_bias; /* a bias, and qk_norm, or none */
-    int32_t qkv_kind, o_kind, up_kind, down_kind; /* as `linear_blocks` takes it */
+    int32_t qkv_kind, o_kind, up_kind, down_kind; /* as `linear_either` takes it */
     int32_t C, I, H, K, D;
     float eps;
 } Layer;
@@ -309,16 +309,16 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     float *wide = (float *)(((uintptr_t)(gated + (int64_t)T * I) + LINE - 1) / LINE * LINE);
     if (more) add(x, more, T, C);
     rms_norm(x, l->norm, normed, T, C, C, l->eps);
-    linear_blocks(normed, l->qkv, l->qkv_kind, l->qkv_bias, qkv, wide, T, C, (H + 2 * K) * D);
+    linear_either(normed, l->qkv, l->qkv_kind, l->qkv_bias, qkv, wide, T, C, (H + 2 * K) * D);
     if (l->qk_norm) norm_heads(qkv, l->qk_norm, T, H + 2 * K, H + K, D, l->eps);
     rotate_and_store(qkv, turn, pairs, slots, turned, k, v, T, H, K, D);
     attend(plan, turned, k, v);
-    linear_blocks(plan->out, l->o, l->o_kind, l->o_bias, out, wide, T, H * D, C);
+    linear_either(plan->out, l->o, l->o_kind, l->o_bias, out, wide, T, H * D, C);
     add(x, out, T, C);
     rms_norm(x, l->mlp_norm, normed, T, C, C, l->eps);
-    linear_blocks(normed, l->up, l->up_kind, l->up_bias, both, wide, T, C, 2 * I);
+    linear_either(normed, l->up, l->up_kind, l->up_bias, both, wide, T, C, 2 * I);
     silu_gate(both, gated, T, I);
-    linear_blocks(gated, l->down, l->down_kind, l->down_bias, out, wide, T, I, C);
+    linear_either(gated, l->down, l->down_kind, l->down_bias, out, wide, T, I, C);
 }
 
 /* Lanes of a vector. */
