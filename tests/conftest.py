@@ -19,6 +19,7 @@ import torch
 from tokenizers import pre_tokenizers
 
 from pando.config import EngineConfig
+from pando.kernels import native
 from pando.model import hub
 from pando.store import scout, speeds
 
@@ -58,6 +59,7 @@ def unhurried() -> Iterator[None]:
         patch.setattr(speeds.Speeds, "moved", lambda *_: None)
         for name in ("FRESH", "AWAITED"):
             patch.setattr(scout, name, 60.0)
+        patch.setattr(native.Dense, "measure", lambda *_: native.Dense())
         yield
 
 

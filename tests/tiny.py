@@ -66,7 +66,7 @@ def tiny_model(
     positions: str = "rope",
     dtype: torch.dtype = torch.float32,
     max_positions: int = 512,
-    native: bool = False,
+    native: bool = True,
     layers: int = 2,
     scaling: dict[str, float | str] | None = None,
     size: int = 8,
@@ -95,7 +95,7 @@ def tiny_model(
     weights = Weights(weight(VOCAB, 32, scale=1.0), table, None, each, norm(), weight(VOCAB, 32, scale=1.0), None)
     if device.type != "cpu":
         return assembled(config, weights, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, device, compiled=False)
-    library = native_library(dtype) if native else None
+    library = native_library(dtype) if native and dtype in compiled.TYPES else None
     linear, ops = (functools.partial(native_linear, library), NativeOps(library)) if library else (plain_linear, None)
     decoder = Decoder(config, weights, linear, ops)
     return Model(config, decoder, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, CPU, library)

@@ -220,7 +220,7 @@ def test_a_gpu_is_not_given_pages_that_its_kernels_cannot_take(caplog: pytest.Lo
 
 def test_an_engine_does_whole_layers_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last, of which only some tokens are wanted."""
-    model, done = tiny_model(native=True, layers=4), list[bool]()
+    model, done = tiny_model(layers=4), list[bool]()
     for layer in model.decoder.layers:
 
         def watched(*given: torch.Tensor, whole: Callable[..., torch.Tensor | None] | None = layer.whole) -> torch.Tensor | None:
