@@ -22,10 +22,14 @@ typedef struct {
     const int32_t *slots;                /* of all runs */
     const int32_t *query, *seen, *ahead; /* of each pair: its query, how many keys it sees, how far ahead of it the first one lies */
     const int32_t *starts, *of;          /* the parts of token t are of[starts[t]] to of[starts[t + 1]] */
+    const int64_t *moved;                /* tokens that ask again, of placements that are moved: as often as there are `moves` */
+    const float *turns;                  /* by what each of these queries is rotated, as `rotate` takes it */
+    el *queries;                         /* if there are any: room for those of the step, and these behind them */
     float *parts;                        /* partial results [parts, H, D] */
     float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H]: a vector more is read */
     int32_t count, longer, threads, T, H, K, D; /* chains, and those of them behind which all are short */
     int32_t columns; /* packed queries from which they are the lanes of vectors */
+    int32_t moves;
     float scale; /* times log2(e): inside the kernel weights are powers of 2 */
 } Work;
 
@@ -146,7 +150,7 @@ void attend(const Work *plan, const el *q, const el *k, const el *v) {
     w->q = q, w->k = k, w->v = v;
 #pragma omp parallel
     {
-        Desk desk;
+        static _Thread_local Desk desk; /* too much for the stack of some threads */
 #ifdef TILES
         if (tiles_granted()) tiles_begin();
 #endif

@@ -142,20 +142,20 @@ static inline int any_above(vec x, float limit) { /* NaN is not */
 
 #define LOG2_E 1.44269504f
 
-/* 2^x of `count` vectors at once, so that none waits for itself: 2e-7 relative. A polynomial, to whose exponent a whole number is added.
+/* 2^x of `count` vectors at once, so that none waits for itself: 2e-7 relative. A polynomial, times a power whose exponent is a whole number.
    Below -126 it answers that of -126, which is nothing; x is at most 127. NaN stays NaN: a row without numbers must be found out. */
 static inline void powers(vec *x, int count) {
     vec n[4], p[4];
     for (int i = 0; i < count; i++) x[i] = larger(all(-126.0f), x[i]);
-    for (int i = 0; i < count; i++) n[i] = x[i] + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
-    for (int i = 0; i < count; i++) x[i] -= n[i] - 12582912.0f;
+    for (int i = 0; i < count; i++) n[i] = x[i] + 12583039.0f; /* adding 1.5 * 2^23 rounds to a whole number, and 127 is 2^0 */
+    for (int i = 0; i < count; i++) x[i] -= n[i] - 12583039.0f;
     for (int i = 0; i < count; i++) p[i] = x[i] * 1.535336188e-4f + 1.339887440e-3f;
     for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 9.618437357e-3f;
     for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 5.550332471e-2f;
     for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 2.402264791e-1f;
     for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 6.931472029e-1f;
     for (int i = 0; i < count; i++) p[i] = p[i] * x[i] + 1.0f;
-    for (int i = 0; i < count; i++) x[i] = (vec)((ints)p[i] + ((ints)n[i] << 23));
+    for (int i = 0; i < count; i++) x[i] = p[i] * (vec)((ints)n[i] << 23);
 }
 
 static inline vec exp2_fast(vec x) {
@@ -306,12 +306,14 @@ void layer(const Layer *l, const Work *plan, el *x, const el *more, el *out, el 
     int C = l->C, I = l->I, H = l->H, K = l->K, D = l->D;
     el *normed = desk, *qkv = normed + (int64_t)T * C, *turned = qkv + (int64_t)T * (H + 2 * K) * D;
     el *both = turned + (int64_t)T * H * D, *gated = both + (int64_t)T * 2 * I;
+    if (plan->moves) turned = plan->queries;
     float *wide = (float *)(((uintptr_t)(gated + (int64_t)T * I) + LINE - 1) / LINE * LINE);
     if (more) add(x, more, T, C);
     rms_norm(x, l->norm, normed, T, C, C, l->eps);
     linear_either(normed, l->qkv, l->qkv_kind, l->qkv_bias, qkv, wide, T, C, (H + 2 * K) * D);
     if (l->qk_norm) norm_heads(qkv, l->qk_norm, T, H + 2 * K, H + K, D, l->eps);
     rotate_and_store(qkv, turn, pairs, slots, turned, k, v, T, H, K, D);
+    if (plan->moves) rotate(qkv, (H + 2 * K) * D, plan->moved, plan->turns, pairs, turned + (int64_t)T * H * D, plan->moves, H, D);
     attend(plan, turned, k, v);
     linear_either(plan->out, l->o, l->o_kind, l->o_bias, out, wide, T, H * D, C);
     add(x, out, T, C);

@@ -51,8 +51,8 @@ class Work(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen", "ahead")),
-        *((name, ctypes.c_void_p) for name in ("starts", "of", "parts", "peaks", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns")),
+        *((name, ctypes.c_void_p) for name in ("starts", "of", "moved", "turns", "queries", "parts", "peaks", "sums")),
+        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves")),
         ("scale", ctypes.c_float),
     ]
 
@@ -126,7 +126,8 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], path: Path) -> None:
 def _share_openmp() -> None:
     """Makes the OpenMP runtime that torch brought visible to libraries loaded later."""
     maps = Path("/proc/self/maps")
-    names = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "omp" in line} if maps.exists() else set()
+    lines = maps.read_text(errors="surrogateescape").splitlines() if maps.exists() else []  # names of files are bytes
+    names = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line}
     for name in sorted(names):
         if ".so" in name and Path(name).name.startswith(("libgomp", "libomp", "libiomp")):
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
@@ -175,7 +176,7 @@ def coded_linear(library: Library, weight: Tensor, bias: Tensor | None, blocks: 
 
     def apply(x: Tensor, keeps: tuple[Tensor, Tensor | None] = (blocks, bias)) -> Tensor:
         x = x.contiguous()
-        y, desk = x.new_empty(len(x), outputs), torch.empty(x.shape)
+        y, desk = x.new_empty(len(x), outputs), x.new_empty(x.shape, dtype=torch.float32)
         run(x.data_ptr(), w, kind, b, y.data_ptr(), desk.data_ptr(), len(x), inputs, outputs)
         return y
 
@@ -320,12 +321,13 @@ class NativeLowering:
         tiles = library.tiles and geometry.head_dim % DEPTH == 0
         rows = ROWS if tiles else VECTOR_ROWS
         self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, threads=threads, chained=tiles)
-        self._parts = torch.empty(self._tiling.parts, geometry.heads, geometry.head_dim)
-        scores = torch.empty(2, self._tiling.parts * geometry.heads + LANES)[:, :-LANES]  # as many more may be read
+        floats = partial(torch.empty, dtype=torch.float32, device="cpu")  # for C: a process may have other defaults
+        self._parts = floats(self._tiling.parts, geometry.heads, geometry.head_dim)
+        scores = floats(2, self._tiling.parts * geometry.heads + LANES)[:, :-LANES]  # as many more may be read
         self._peaks, self._sums = (each.view(-1, geometry.heads) for each in scores)
         moved, shape = len(self._tiling.readers_moved), (geometry.heads, geometry.head_dim)
-        self._out = torch.empty(self._count, *shape, dtype=library.dtype)
-        self._queries = torch.empty(self._count + moved if moved else 0, *shape, dtype=library.dtype)
+        self._out = torch.empty(self._count, *shape, dtype=library.dtype, device="cpu")
+        self._queries = torch.empty(self._count + moved if moved else 0, *shape, dtype=library.dtype, device="cpu")
         self.begin(positions)
 
     def _share_out(self, reads: Reads, dense: Dense, positions: Tensor) -> Left:
@@ -360,11 +362,14 @@ class NativeLowering:
         tiling, g = self._tiling, self._geometry
         arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
         slopes = None if g.slopes is None else g.slopes.data_ptr()
+        moved = (None, None, None)
+        if tiling.turn is not None:
+            moved = tiling.readers_moved.ctypes.data, tiling.turn.data_ptr(), self._queries.data_ptr()
         return Work(
-            None, None, None, self._out.data_ptr(), slopes, *(array.ctypes.data for array in arrays),
+            None, None, None, self._out.data_ptr(), slopes, *(array.ctypes.data for array in arrays), *moved,
             self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
             len(tiling.chains) - 1, tiling.longer, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, self._columns,
-            g.scale * LOG2_E,
+            0 if tiling.turn is None else len(tiling.turn), g.scale * LOG2_E,
         )  # fmt: skip
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -380,7 +385,7 @@ class NativeLowering:
     @property
     def plan(self) -> int | None:
         """Where C finds what it needs to attend in any layer, if it can do so alone."""
-        return None if self._dense or self._tiling.turn is not None else self._place
+        return None if self._dense else self._place
 
     def _with_moved(self, q: Tensor, turned: Tensor) -> Tensor:
         """The step's queries, and behind them those of moved placements."""

@@ -102,12 +102,14 @@ class Tiling:
         self.starts: Ints = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=count)))).astype(np.int32)
 
     def _find_moved(self, count: int) -> None:
-        """A pair whose placement is shifted looks with a query of its own, behind those of the step."""
-        self.moved = np.flatnonzero(self._shifts)
+        """Pairs whose placements are shifted look with queries of their own, behind those of the step: one for each token and shift."""
+        moved = np.flatnonzero(self._shifts)
+        _, first, which = np.unique(self._shifts[moved] * np.int64(count) + self.reader[moved], return_index=True, return_inverse=True)
         self.query: Ints = self.reader.astype(np.int32)
         if self._geometry.freqs is not None:
-            self.query[self.moved] = count + np.arange(len(self.moved))
-        self.readers_moved: Numbers = np.ascontiguousarray(self.reader[self.moved])
+            self.query[moved] = count + which
+        self.moved: Numbers = moved[first]
+        self.readers_moved: Numbers = self.reader[self.moved]
 
     def begin(self, positions: Numbers) -> None:
         """Takes in the positions of a step's tokens: how many keys each pair sees, how far ahead of it the first one lies, and how the

@@ -307,7 +307,7 @@ def test_float16_stays_within_its_rounding() -> None:
 
 
 @pytest.mark.parametrize(("dense", "width"), [(dense, None) for dense in PATHS.values()] + [(dense, 4) for dense in WAYS[:2]])
-@pytest.mark.parametrize("spoilt", ["query", "key", "infinite key"])
+@pytest.mark.parametrize("spoilt", ["query", "key", "other key", "infinite key"])
 def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense | None, width: int | None, spoilt: str) -> None:
     """A kernel that passes over it would answer something else in its place."""
     count = MANY
@@ -315,6 +315,8 @@ def test_what_is_no_number_is_answered_as_none_and_to_nobody_else(dense: Dense |
     q = q[:count]
     if spoilt == "query":
         q[7] = torch.nan
+    elif spoilt == "other key":  # one of the many numbers that are none
+        k[count + 7] = torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32)
     else:
         k[count + 7] = torch.nan if spoilt == "key" else torch.inf * q[7].sign()
     reads = joined(count, [([page], count, page * count, range(count), [0] * count) for page in (0, 1)])

@@ -147,13 +147,17 @@ def layer_maps(dtype: torch.dtype, biased: bool, normed: bool = False) -> Maps:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
-def test_a_layer_in_one_call_is_its_steps_one_by_one(library: tuple[Any, ...], rows: int, biased: bool, adds: bool, normed: bool) -> None:
-    """To the last bit: tokens of one row behind 40 others."""
+@pytest.mark.parametrize("shift", [0, 8])
+def test_a_layer_in_one_call_is_its_steps_one_by_one(
+    library: tuple[Any, ...], rows: int, biased: bool, adds: bool, normed: bool, shift: int
+) -> None:
+    """To the last bit: tokens of one row behind 40 others, in a placement that may be moved, and another that is moved as far."""
     dtype, c = library[0], native_library(*library)
     ops, maps, geometry = NativeOps(c), layer_maps(dtype, biased, normed), Geometry(6, 2, 32, 32**-0.5, frequencies(32, 1e4)[0])
     at = 40 + torch.arange(rows)
     turn, slots = turns(at, frequencies(32, 1e4)[0]), 16 + at
-    reads = joined(16, [(list(range(1, 9)), 40 + rows, 0, range(rows), [0] * rows)])
+    moved = [([place], 16, first, range(rows), [shift] * rows) for place, first in ((0, 0), (7, 16))]
+    reads = joined(16, [*moved, (list(range(1, 7)), 8 + rows, 32, range(rows), [0] * rows)])
     pools = torch.randn(2, 144, 2, 32).to(dtype)
     x, more = torch.randn(2, rows, 96).to(dtype)
     lowering = NativeLowering(c, Dense(), reads, at, geometry)
@@ -178,13 +182,13 @@ def test_functions_of_others_with_the_same_names_are_not_called(tmp_path: Path) 
     script = (
         f"import ctypes, torch; ctypes.CDLL({str(tmp_path / 'others.so')!r}, mode=ctypes.RTLD_GLOBAL)\n"
         f"from {__name__} import test_a_layer_in_one_call_is_its_steps_one_by_one as check\n"
-        "check((torch.float32,), 3, False, True, False)"
+        "check((torch.float32,), 3, False, True, False, 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 
 def test_what_c_cannot_do_alone_is_left_as_it_is() -> None:
-    """A layer is done step by step where others attend, a placement is moved, torch answers a read, or torch's maps are the faster ones."""
+    """A layer is done step by step where others attend, torch answers a read, or torch's maps are the faster ones."""
     c, maps, freqs = native_library(), layer_maps(torch.float32, False), frequencies(32, 1e4)[0]
     geometry, at, slots = Geometry(6, 2, 32, 32**-0.5, freqs), 40 + torch.arange(20), 16 + torch.arange(20)
     x, pools = torch.randn(20, 96), torch.randn(2, 160, 2, 32)
@@ -204,7 +208,7 @@ def test_what_c_cannot_do_alone_is_left_as_it_is() -> None:
     plain, few = lowering(0, Dense()), NativeOps(c, lambda rows: rows < 20)
     assert tried(plain.attend, NativeOps(c), pools[0])
     assert not tried(lambda q, turned, k, v: q, NativeOps(c), pools[0])
-    assert not tried(lowering(8, Dense()).attend, NativeOps(c), pools[0])
+    assert tried(lowering(8, Dense()).attend, NativeOps(c), pools[0])
     assert not tried(lowering(0, Dense(True, True)).attend, NativeOps(c), pools[0])
     assert not tried(plain.attend, NativeOps(c), pools[0].to(torch.float8_e4m3fn))
     assert not tried(plain.attend, few, pools[0])
@@ -329,6 +333,34 @@ def test_a_spoilt_file_is_not_loaded(content: bytes, tmp_path: Path) -> None:
         (tmp_path / path.name).write_bytes(content)
     found = native.load(torch.float32, tmp_path)
     assert isinstance(found, Unavailable) and str(tmp_path) in found.reason
+
+
+def attended() -> torch.Tensor:
+    """Of 60 tokens over 460 keys."""
+    geometry, make = Geometry(4, 2, 64, 0.125), torch.Generator().manual_seed(1)
+    reads = joined(512, [([0], 460, 0, range(60), [0] * 60)])
+    q, k, v = (torch.randn(count, heads, 64, dtype=torch.float32, generator=make) for count, heads in ((60, 4), (512, 2), (512, 2)))
+    return NativeLowering(native_library(), Dense(), reads, 400 + torch.arange(60), geometry).attend(q, q, k, v).clone()
+
+
+def test_what_a_process_has_for_a_default_dtype_is_no_matter() -> None:
+    """C writes floats, whatever torch would make of a tensor that says nothing."""
+    expected, torch_has = attended(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = attended()
+    finally:
+        torch.set_default_dtype(torch_has)
+    assert torch.equal(found, expected)
+
+
+def test_a_thread_with_a_small_stack_may_attend() -> None:
+    script = (
+        f"import threading; from {__name__} import attended; import torch; torch.set_num_threads(1); attended()\n"
+        "threading.stack_size(256 * 1024); found = []; thread = threading.Thread(target=lambda: found.append(attended()))\n"
+        "thread.start(); thread.join(); assert found and torch.equal(found[0], attended())"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 
 # ---- the whole

@@ -7,6 +7,7 @@ import pytest
 
 from pando.kernels.reads import joined
 from pando.kernels.reference import Geometry
+from pando.kernels.rope import frequencies
 from pando.kernels.tiling import Left, Tiling
 
 PAGE = 64
@@ -52,3 +53,15 @@ def test_short_reads_at_the_end_are_one_task_for_all_heads_if_they_are_many(tail
 def test_nothing_is_read() -> None:
     assert keys_of_chains(tiled(64, [0] * 3, threads=2)) == [64]
     assert len(tiled(0, [0], threads=2).tiles) == 0
+
+
+def test_a_token_asks_once_for_all_placements_that_are_moved_as_far() -> None:
+    shifts = [[8, 8], [0, 0], [8, 8], [8, 72]]
+    reads = joined(PAGE, [([page], PAGE, 0, [0, 1], shift) for page, shift in enumerate(shifts)])
+    left = Left(np.zeros(4, np.int64), reads.tokens.astype(np.int64), np.zeros(0, np.int64))
+    geometry = Geometry(9, 3, 64, 0.125, frequencies(64, 1e4)[0])
+    tiling = Tiling(reads, left, 2, geometry, rows=256, keys=512, threads=2, chained=True)
+    asks = list(zip(tiling.readers_moved.tolist(), tiling._shifts[tiling.moved].tolist(), strict=True))
+    assert sorted(asks) == [(0, 8), (1, 8), (1, 72)]
+    wanted = [token if not shift else 2 + asks.index((token, shift)) for shift_of in shifts for token, shift in enumerate(shift_of)]
+    assert tiling.query.tolist() == wanted
