@@ -1,7 +1,7 @@
 """One case, measured: shared, flat and as the cost model chooses, over the same pages; torch's kernels; the floor; is it right?"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from ...kernels.reference import Geometry
 from ...kv.plan import ALWAYS, NEVER, CostModel
 from ...model.load import DTYPES
 from ...model.memory import free_memory
-from .cases import Case
+from .cases import Case, Part
 from .clock import Clock, Limits, relay_formula
 from .levels import ByLevels, Unfit
 from .report import Measured, Skipped
@@ -26,6 +26,7 @@ from .scene import Scene, pool_bytes
 
 ROOM = 0.8  # of the free memory, that the keys and values of a case may take
 FLAT, SHARED, AUTO, TORCH = "flat", "shared", "auto", "torch"
+WAKE = Part(None, 16), Part(0, 16), Part(0, 16)  # segments of hardly any keys
 CHOICE = {FLAT: "flat", SHARED: "shared", AUTO: "mixed"}
 
 Attend = Callable[[], Tensor]
@@ -80,7 +81,7 @@ class Bench:
         rows = scene.checked_rows()
         right = scene.truth(rows)
         errors = {name: _error(run(), rows, right) for name, run in runs.items()}
-        timings = self.clock.medians(runs)
+        timings = self.clock.medians(runs, self._wakes(case, lower))
         us = {name: timings[as_in[name]].us for name in plans}
         return Measured(
             name=case.name, shared_us=us[SHARED], auto_us=us[AUTO], flat_us=us[FLAT], torch_us=timings[TORCH].us if TORCH in runs else None,
@@ -89,6 +90,12 @@ class Bench:
             shared_share=case.shared_share, relay_formula=relay_formula(case), kernel=kernel,
             timed={name: timing.how for name, timing in timings.items()}, peer_us=peer_us, wrong=_wrong(errors, scene.q.dtype),
         )  # fmt: skip
+
+    def _wakes(self, case: Case, lower: Lower) -> dict[str, Attend]:
+        """What each does, of two rows and hardly any keys."""
+        few = Scene(replace(case, segments=WAKE, rows=(1, 2)), self.page_size, self.device)
+        ours = _attending(lower, few.plan(ALWAYS)[1], few)
+        return {FLAT: ours, SHARED: ours, AUTO: ours} | _by_levels(few)
 
     def _kernel(self, case: Case, geometry: Geometry) -> tuple[str, Lower]:
         """The path that an engine takes on this device, by name."""

@@ -37,14 +37,15 @@ class Clock:
     flush: int = FLUSH
     _dirt: list[Tensor] = field(default_factory=list)  # that memory, once it is needed
 
-    def medians(self, runs: Mapping[str, Run]) -> dict[str, Timing]:
+    def medians(self, runs: Mapping[str, Run], wakes: Mapping[str, Run] | None = None) -> dict[str, Timing]:
         """Each after a warm-up; on a CPU in turns. A GPU does not drift: there each is repeated by itself, and finds the code and the
-        tables of addresses that the run before it has left."""
+        tables of addresses that the run before it has left. `wakes`: on a CPU these find nothing in a cache in place of the runs, which
+        find the interpreter's own code there, as in an engine, and none of their keys."""
         if self.device.type == "cuda":
             return {name: self._replayed(run) for name, run in runs.items()}
         for run in runs.values():
             run()
-        samples = interleave({name: partial(self._on_cpu, run) for name, run in runs.items()}, self.repeats)
+        samples = interleave({name: partial(self._on_cpu, run, (wakes or {}).get(name)) for name, run in runs.items()}, self.repeats)
         return {name: Timing(statistics.median(found) * 1e6, "cpu") for name, found in samples.items()}
 
     def mean_us(self, run: Run, count: int, seconds: float) -> float:
@@ -71,8 +72,10 @@ class Clock:
             self._dirt.append(torch.ones(self.flush // 4, device=self.device))
         self._dirt[0].fill_(1) if self.device.type == "cuda" else self._dirt[0].sum()
 
-    def _on_cpu(self, run: Run) -> float:
+    def _on_cpu(self, run: Run, wake: Run | None) -> float:
         self._soil()
+        if wake is not None:
+            wake()
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
