@@ -229,7 +229,9 @@ def _write_weights(file: GGUFFile, layout: Layout, into: Path, progress: Progres
         return _Entry(name, "U8", [rows, row_bytes], rows * row_bytes, lambda: layout.arrange(source, _blocks(file.path, tensor)))
 
     plain = [entry(*each) for each in layout.names.items()]
-    codes = [coded(*each) for each in layout.names.items() if layout.keeps_rows(each[0]) and _has_blocks(file.tensors[each[0]])]
+    alone = {"token_embd.weight"} if "output.weight" in file.tensors else set()  # no linear map
+    names = [each for each in layout.names.items() if each[0] not in alone and layout.keeps_rows(each[0])]
+    codes = [coded(*each) for each in names if _has_blocks(file.tensors[each[0]])]
     total = sum(each.size for each in (*plain, *codes))
     _write(into / "model.safetensors", plain, lambda done: progress(done, total))
     if not codes:
@@ -263,7 +265,7 @@ def _has_blocks(tensor: GGUFTensor) -> bool:
 
 def _blocks(path: Path, tensor: GGUFTensor) -> Array:
     """A part of its rows at a time: beside the codes there is room for a part of the numbers, not for all of them."""
-    raw = np.memmap(path, np.uint8, "r", offset=tensor.offset, shape=(tensor.size,)).reshape(tensor.shape[0], -1)
+    raw = _read(path, tensor).reshape(tensor.shape[0], -1)
     step = max(1, _AT_ONCE // tensor.shape[1])
 
     def decoded(part: Array) -> Array:
@@ -274,8 +276,15 @@ def _blocks(path: Path, tensor: GGUFTensor) -> Array:
 
 
 def _values(path: Path, tensor: GGUFTensor) -> Array:
-    raw = np.memmap(path, np.uint8, "r", offset=tensor.offset, shape=(tensor.size,))
-    return _decode(path, tensor.name, raw, tensor.kind, tensor.shape)
+    return _decode(path, tensor.name, _read(path, tensor), tensor.kind, tensor.shape)
+
+
+def _read(path: Path, tensor: GGUFTensor) -> Array:
+    """Its bytes: a map of a file that somebody cuts short would end the process."""
+    raw = np.fromfile(path, np.uint8, tensor.size, offset=tensor.offset)
+    if len(raw) < tensor.size:
+        raise BadModelFile(f"{path} ends within tensor {tensor.name}, and did not when its conversion began; fetch it again")
+    return raw
 
 
 def _decode(path: Path, name: str, raw: Array, kind: int, shape: tuple[int, ...]) -> Array:

@@ -152,11 +152,14 @@ def _own_gguf(path: Path, shelf: Shelf) -> ModelFiles:
     if magic != b"GGUF":
         raise BadModelFile(f"{path} is not a GGUF file (it begins with {magic!r}); give a .gguf file or a directory in Hugging Face format")
     title = re.sub(r"[^\w.-]+", "-", path.stem).strip(".-")[:64] or "model"
-    target = shelf.models / _folder(title, shelf.sha256_of(path))
+    sha256 = shelf.sha256_of(path)
+    target = shelf.models / _folder(title, sha256)
     if not shelf.holds(target):
         with shelf.making(target) as workshop:
             if workshop is not None:
                 _convert(path, workshop, shelf)
+                if shelf.sha256_of(path) != sha256:  # or another file's weights would have this name for good
+                    raise BadModelFile(f"{path} changed while it was converted; try again")
     return _directory(target)
 
 

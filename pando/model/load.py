@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import InvalidOption
+from ..errors import BadModelFile, InvalidOption
 from ..kernels import fp8, native
 from ..kernels.fp8 import FP8, Scaled
 from ..kernels.linear import CpuLinear, fastest_dtype
@@ -18,7 +18,7 @@ from .config import ModelConfig
 from .decoder import Decoder, plain_linear
 from .hub import resolve
 from .memory import free_memory, give_back
-from .shelf import Shelf
+from .shelf import Shelf, seen
 from .tokenizer import Tokenizer
 from .weights import Weights, digest, load_weights
 
@@ -76,9 +76,12 @@ def load(
     coded = native_here and _bytes(blocks or files.weights) <= free_memory(place) // SPARE
     if native_here and not coded:
         log.info("weights are not kept as codes, too, by which few rows are computed faster: there is too little memory")
+    before = seen(files.weights, blocks)
     with shelf.bar("loading") as report:
         weights = load_weights(files.weights, config, kind, place, report, fp8=quantization == "fp8", coded=coded, blocks=files.blocks)
     named = digest((*files.weights, *blocks), config, shelf.sha256_of) + str(kind).encode()
+    if seen(files.weights, blocks) != before:  # or states of these weights would be kept under the name of others
+        raise BadModelFile(f"{files.directory} changed while it was loaded; try again")
     tokenizer = Tokenizer.from_directory(files.directory)
     return assembled(config, weights, tokenizer, named, kind, place, compiled=compiled)
 

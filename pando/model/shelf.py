@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..errors import PandoError
 
 Progress = Callable[[int, int], None]  # bytes done so far, in all
 
@@ -30,7 +32,10 @@ class Shelf:
         if os.environ.get("PANDO_HOME"):
             return cls(Path(os.environ["PANDO_HOME"]).expanduser(), shown)
         xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return cls((xdg if xdg.is_absolute() else Path.home() / ".cache") / "pando", shown)
+        try:
+            return cls((xdg if xdg.is_absolute() else Path.home() / ".cache") / "pando", shown)
+        except RuntimeError as error:
+            raise PandoError("this user has no home folder to keep models in; set PANDO_HOME to a folder") from error
 
     @property
     def models(self) -> Path:
@@ -150,6 +155,11 @@ def _tqdm() -> Any:
     except ImportError:
         return None
     return tqdm
+
+
+def seen(*files: Iterable[Path]) -> list[dict[str, int]]:
+    """What tells whether one of them was replaced or written to."""
+    return [_seen(path.stat()) for some in files for path in some]
 
 
 def _seen(stat: os.stat_result) -> dict[str, int]:

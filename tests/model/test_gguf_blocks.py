@@ -84,6 +84,12 @@ def test_a_converted_file_has_its_weights_as_codes_too(encoding: str, converted:
         assert blocks.nbytes < weights[name].nbytes / 2
 
 
+def test_embeddings_that_are_no_linear_map_have_no_codes(converted: Callable[..., Path]) -> None:
+    head = np.random.default_rng(1).standard_normal((267, 32)).astype(np.float32)
+    codes = load_file(converted("Q8_0", tensors={"output.weight": head}) / BLOCKS)
+    assert "lm_head.weight" in codes and "model.embed_tokens.weight" not in codes
+
+
 @pytest.mark.parametrize("encoding", ["F32", "F16", "BF16"])
 def test_weights_that_are_not_quantised_have_no_codes(encoding: str, converted: Callable[..., Path]) -> None:
     assert not (converted(encoding) / BLOCKS).exists()

@@ -1,5 +1,6 @@
 """GGUF files that contradict themselves: each is refused as a bad file, and none is answered from."""
 
+import os
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pando.errors import BadModelFile, PandoError, UnsupportedModel
-from pando.model.gguf import read
+from pando.model.gguf import convert, read
 from pando.model.gguf_layout import layout_of
 
 from .test_gguf import converted, llama3_divisors, scaling_of
@@ -25,6 +26,18 @@ def test_two_tensors_that_share_bytes_are_refused(tmp_path, tiny_gguf):
     path.write_bytes(data)
     with pytest.raises(BadModelFile, match="share bytes"):
         read(path)
+
+
+@pytest.mark.parametrize("encoding", ["F32", "Q8_0"])
+def test_a_file_that_is_cut_short_while_it_is_converted_is_refused(encoding, tmp_path, tiny_gguf):
+    path, into = tiny_gguf(tmp_path / "tiny.gguf", encoding=encoding), tmp_path / "into"
+    into.mkdir()
+
+    def cut(done, total):
+        os.truncate(path, 3 * path.stat().st_size // 4)
+
+    with pytest.raises(BadModelFile, match="ends within tensor"):
+        convert(path, into, cut)
 
 
 @pytest.mark.parametrize(

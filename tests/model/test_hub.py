@@ -219,6 +219,24 @@ def test_an_own_file_is_converted_once_and_read_once(gguf_file, monkeypatch, hom
     assert hub.resolve(str(gguf_file)) == first
 
 
+def test_a_file_that_is_replaced_while_it_is_converted_gives_its_name_to_nothing(gguf_file, tiny_gguf, monkeypatch, home):
+    first, convert = gguf_file.read_bytes(), hub.convert
+
+    def replaced(file, into, progress):
+        tiny_gguf(gguf_file, encoding="F16")
+        convert(file, into, progress)
+
+    monkeypatch.setattr(hub, "convert", replaced)
+    with pytest.raises(BadModelFile, match="changed while it was converted"):
+        hub.resolve(str(gguf_file))
+    assert left_over(home) == []
+    monkeypatch.setattr(hub, "convert", convert)
+    gguf_file.write_bytes(first)
+    weights = hub.resolve(str(gguf_file)).weights[0].stat().st_size
+    tiny_gguf(gguf_file, encoding="F16")
+    assert weights > hub.resolve(str(gguf_file)).weights[0].stat().st_size
+
+
 def test_a_changed_file_is_converted_again(gguf_file, tiny_gguf):
     first = hub.resolve(str(gguf_file))
     tiny_gguf(gguf_file, encoding="F16")
@@ -386,6 +404,14 @@ def test_the_shelf_follows_the_rules_of_xdg(monkeypatch, tmp_path):
     assert Shelf.of_user().home == Path.home() / ".cache" / "pando"
     monkeypatch.setenv("PANDO_HOME", str(tmp_path / "elsewhere"))
     assert Shelf.of_user().home == tmp_path / "elsewhere"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("PANDO_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    with pytest.raises(PandoError, match="set PANDO_HOME"):
+        Shelf.of_user()
 
 
 class _Terminal(io.StringIO):

@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pando.errors import BadModelFile
+from pando.model import load as loading
 from pando.model import shelf as module
 from pando.model.load import load
 from pando.model.shelf import Shelf
+from pando.model.weights import Weights
 
 from ..tiny import write_checkpoint
 
@@ -93,6 +97,26 @@ def test_a_second_start_has_the_same_name_for_a_model_without_reading_it_twice(t
     first = load(str(folder), device="cpu", dtype="float32", compiled=False)
     monkeypatch.setattr(Shelf, "_remember", None)  # who reads it again remembers it again
     assert load(str(folder), device="cpu", dtype="float32", compiled=False).digest == first.digest
+
+
+def test_weights_that_are_replaced_while_they_are_read_get_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of these weights would be kept under the name of the others."""
+    monkeypatch.setenv("PANDO_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_checkpoint(folder)
+    read, file = loading.load_weights, folder / "model.safetensors"
+
+    def replaced(*given: Any, **more: Any) -> Weights:
+        weights = read(*given, **more)
+        other = folder / "other"
+        other.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+        other.replace(file)
+        return weights
+
+    monkeypatch.setattr(loading, "load_weights", replaced)
+    with pytest.raises(BadModelFile, match="changed while it was loaded"):
+        load(str(folder), device="cpu", dtype="float32", compiled=False)
 
 
 def test_it_shows_on_a_terminal_how_far_loading_is(
