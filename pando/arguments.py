@@ -12,6 +12,19 @@ if TYPE_CHECKING:
     from dataclasses import Field
 
 MAX_TOKENS = 512
+ELSEWHERE = {  # flags of other engines, and what to do here
+    **dict.fromkeys(("--model", "-m", "--model-path"), "give the model without a flag, as in `pando serve MODEL`"),
+    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"), "it is --kv-dtype here"),
+    **dict.fromkeys(("--block-size",), "it is --page-size here"),
+    **dict.fromkeys(("--ctx-size", "-c", "--context-length"), "it is --max-model-len here"),
+    **dict.fromkeys(("--max-running-requests", "--parallel", "-np"), "it is --max-num-seqs here"),
+    **dict.fromkeys(("--mem-fraction-static",), "--gpu-memory-utilization is the share of what is free behind the weights"),
+    **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt"), "that is on by default: leave it out"),
+    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser"), "calls are read without it: leave it out"),
+    **dict.fromkeys(
+        ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size"), "Pando runs on one GPU: leave it out"
+    ),
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -20,7 +33,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if arguments.command == "run":
         late = _take_words(arguments, late)
     if late:
-        arguments.parser.error(f"unknown argument {late[0].split('=')[0]!r}")
+        flag = late[0].split("=")[0]
+        if flag in ELSEWHERE:
+            raise InvalidOption(f"unknown argument {flag!r}; {ELSEWHERE[flag]}")
+        arguments.parser.error(f"unknown argument {flag!r}")
     return arguments
 
 
@@ -33,15 +49,18 @@ def _take_words(arguments: argparse.Namespace, late: list[str]) -> list[str]:
     if not words and not is_modular:
         raise InvalidOption("the following arguments are required: PROMPT; see `pando run --help`")
     prompts = 0 if is_modular else 1
-    if prompts and len(words) == 1 and _is_model(Path(words[0])):
-        raise InvalidOption(f"{words[0]} is a model, and there is no prompt; give it behind the model, or - to read it from standard input")
+    if prompts and len(words) == 1 and _is_model(words[0]):
+        raise InvalidOption(f"{words[0]} is a model, and there is no prompt; give it after the model, or - to read it from standard input")
     arguments.prompt = words[min(len(words), 1 + prompts) - 1] if prompts else None
     arguments.model = words[0] if len(words) > prompts else None
     return words[1 + prompts :]
 
 
-def _is_model(path: Path) -> bool:
-    return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
+def _is_model(word: str) -> bool:
+    from .model.hub import CATALOGUE
+
+    path = Path(word)
+    return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file() or word in {one.name for one in CATALOGUE}
 
 
 def parser() -> Parser:

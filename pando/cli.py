@@ -247,13 +247,16 @@ def _modular(arguments: argparse.Namespace, llm: "LLM", schema: bytes, prompt: s
 
 
 def _stream(events: Iterator[TokenEvent], stats: bool) -> None:
-    speed, reuse = Speed(time.perf_counter()), Reuse()
+    speed, reuse, cut = Speed(time.perf_counter()), Reuse(), False
     for event in events:
         speed.add(event, time.perf_counter())
         reuse = event.reuse
         print(event.text, end="", flush=True)
         _check(event.finish_reason)
+        cut = event.finish_reason == "length"
     print()
+    if cut:
+        print("the answer was cut at the token limit; --max-tokens gives it more", file=sys.stderr)
     _tell_dropped(reuse)
     if stats:
         _tell_reuse(str(speed), reuse)

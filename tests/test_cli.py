@@ -232,10 +232,25 @@ def test_options_may_stand_between_a_model_and_a_dash(llm, monkeypatch, line):
 def test_a_model_alone_is_no_prompt(llm, capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "one.gguf").write_text("")
-    for model in (tmp_path, tmp_path / "one.gguf"):
+    for model in (tmp_path, tmp_path / "one.gguf", EngineConfig.model):
         assert cli.main(["run", str(model), "--max-tokens", "3"]) == 2
         assert "is a model, and there is no prompt" in capsys.readouterr().err
     assert not llm.asked
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("serve --model x", "give the model without a flag"), ("serve -tp 2", "one GPU"), ("chat --kv-cache-dtype fp8", "--kv-dtype"),
+])  # fmt: skip
+def test_flags_of_other_engines_are_told_what_there_is(llm, capsys, line, says):
+    assert cli.main(line.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_an_answer_that_was_cut_says_so(llm, capsys, finish):
+    llm.finish = finish
+    assert cli.main(["run", "hi"]) == 0
+    assert ("cut at the token limit" in capsys.readouterr().err) == (finish == "length")
 
 
 @pytest.mark.parametrize("options", [["--n", "2"], ["--json"], []])

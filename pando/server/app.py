@@ -357,6 +357,7 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         status, code = next((status, code) for kind, status, code in REFUSALS if isinstance(error, kind))
         headers = {"retry-after": "5"} if isinstance(error, NotReady) else {}
         headers |= {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else {}
+        headers |= {"x-should-retry": "false"} if isinstance(error, TimedOut) else {}  # it would take as long again: clients ask thrice
         service.metrics.refused(status, begun=type(error) in (TimedOut, Lost, Stopped))
         message = str(error)
         if isinstance(error, PromptTooLong):

@@ -161,6 +161,7 @@ def test_a_request_that_takes_too_long_is_given_up(server: Live, client: openai.
         with pytest.raises(openai.InternalServerError, match="request-timeout") as late:
             ask(client, "Too slow")
         assert late.value.status_code == 503 and late.value.code == "timeout"
+        assert late.value.response.headers["x-should-retry"] == "false", "it would take as long again, twice"
         assert not server.service._tickets
     assert counters(server)['pando_requests_total{outcome="timeout"}'] == before + 1
     assert total(server) == all_before + 1, "it is counted once"
