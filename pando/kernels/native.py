@@ -362,7 +362,7 @@ class NativeLowering:
         tiling, g = self._tiling, self._geometry
         arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
         slopes = None if g.slopes is None else g.slopes.data_ptr()
-        moved = (None, None, None)
+        moved: tuple[int | None, ...] = (None, None, None)
         if tiling.turn is not None:
             moved = tiling.readers_moved.ctypes.data, tiling.turn.data_ptr(), self._queries.data_ptr()
         return Work(
