@@ -80,7 +80,7 @@ class Prompts:
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
         params, messages = body.sampling(), body.conversation()
-        if (pml := self._pml(messages, tenant.owner)) is not None:
+        if body.prompt_format != "text" and (pml := self._pml(messages, tenant.owner)) is not None:
             return self._modular(body, pml, tenant, params)
         wanted = body.definitions() if body.tool_choice != "none" else None
         form, constraint = None, self._format(body)

@@ -205,6 +205,7 @@ class ChatBody(Generation):
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, must, or must not; by default it may.", examples=["auto"])
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    prompt_format: Literal["auto", "text"] = Field("auto", description="text: no message is a prompt in PML, whatever it looks like.")
     metadata: Notes | None = Field(None, description="The client's own notes; accepted without effect.")
 
     @model_validator(mode="after")

@@ -685,6 +685,20 @@ def test_a_prompt_of_modules_among_other_messages_is_refused(
         client.chat.completions.create(model=NAME, messages=messages, max_tokens=2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("messages", [said(BOTH), said("Hello", "Hello!", BOTH)], ids=["alone", "among others"])
+def test_what_looks_like_a_prompt_of_modules_is_text_where_the_client_says_so(
+    server: Live, client: openai.OpenAI, messages: list[dict[str, str]]
+) -> None:
+    post(server, TOUR)
+    reply = client.chat.completions.create(
+        model=NAME,
+        messages=messages,
+        max_tokens=2,
+        extra_body={"prompt_format": "text"},  # type: ignore[arg-type]
+    )
+    assert reply.usage.prompt_tokens_details.module_tokens == 0
+
+
 def test_other_messages_among_others_are_text(server: Live, client: openai.OpenAI) -> None:
     post(server, TOUR)
     messages = [*said(f"What does {BOTH} mean?", BOTH, f"{BOTH} I see."), {"role": "tool", "content": BOTH, "tool_call_id": "1"}]
