@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .config import Parser, ServerConfig, choices, kinds, options
+from .config import EngineConfig, Parser, ServerConfig, choices, kinds, options
 from .errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ def _take_words(arguments: argparse.Namespace, late: list[str]) -> list[str]:
 
 
 def _is_model(word: str) -> bool:
-    from .model.hub import CATALOGUE
-
     path = Path(word)
-    return (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file() or word in {one.name for one in CATALOGUE}
+    return word == EngineConfig.model or (path.suffix == ".gguf" and path.is_file()) or (path / "config.json").is_file()
 
 
 def parser() -> Parser:
