@@ -173,6 +173,8 @@ class Engine:
         else:
             schedule = self.scheduler.ahead(before.schedule)
             self._flight = self._launch(schedule) if schedule is not None else None
+            if schedule is None and self.store is not None:
+                self.store.go()  # what was placed is on its way, though there is nothing to compute: not begun, it would never end
         self._settle(before)
         if self._flight is not None and (logits := self._flight.logits) is not None:
             self._flight = self._flight._replace(chosen=self._sample(self._flight.schedule, logits), logits=None)

@@ -278,9 +278,9 @@ class Holding:
         """A running row at the same place may have computed more than the tree knows: how many tokens, and in which page."""
         own, best, size = row.tokens[row.settled : limit], (0, 0), self.pages.page_size
         for other in running if own else ():
-            count = other.computed - other.settled
+            count = min(other.computed - other.settled, size)  # of its next page: one that keeps its own pages may have more
             if count > best[0] and other.stem is row.stem and other.load is None:
                 more, first = max(best[0] + 1, min(self._copied, len(own), count)), other.settled
                 if own[:more] == other.tokens[first : first + more] and other.lineage == row.lineage:  # hardly any has more than the best
-                    best = shared_length(own, other.tokens[first : other.computed]), other.pages[first // size]
+                    best = shared_length(own, other.tokens[first : first + count]), other.pages[first // size]
         return best

@@ -68,6 +68,7 @@ class Row:
     is_new: bool = True  # it was not admitted before: `cached` counts on what is on its way
     cached: int | None = None  # prompt tokens that were there when it was first admitted
     miss: Miss | None = None  # and why they were no more
+    why: Miss | None = None  # that, where the tree told it
     waited: float = 0.0  # seconds until it was first admitted
     tiers: dict[str, int] = field(default_factory=dict)  # tokens that came from each tier below the pool
     raised: int = 0  # of those, tokens that were encoded behind something else than what stands before them here
@@ -130,7 +131,8 @@ class Row:
         """Are there other reasons than its states for what is likeliest?"""
         params = self.params
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        return self.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0)
+        is_early = bool(self.blocked) and len(self.output) < params.min_tokens  # all that is likely may be blocked
+        return self.constraint is not None or bool(params.logit_bias) or penalties != (1, 0, 0) or is_early
 
     def is_scored_from(self, start: int) -> bool:
         """Are there logprobs of the prompt to be had where its tokens are computed from here on?"""

@@ -27,6 +27,8 @@ def _score(row: Row, start: int, logits: Tensor) -> None:
     """The logprob of the token that follows each of the computed ones in the prompt, and of others in its place where they are wanted. A
     row that was preempted begins again."""
     assert row.scored is not None
+    if len(row.scored) > start:  # they were told already, and who heard of them keeps them as they were
+        row.scored, row.others = row.scored[:start], row.others[:start]
     following, wanted = row.prompt[start + 1 : start + len(logits) + 1], row.params.logprobs
     for place in range(0, len(following), TOGETHER):
         tokens = torch.tensor(following[place : place + TOGETHER], device=logits.device)

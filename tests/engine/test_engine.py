@@ -543,6 +543,15 @@ def test_a_prompt_longer_than_the_budget_takes_several_steps_and_answers_the_sam
     assert engine.stats().steps == -(-len(TRUNK) // 7) + 5
 
 
+def test_who_may_choose_nothing_ends_with_an_error_and_takes_nothing_from_the_cache() -> None:
+    engine = tiny_engine()
+    run(engine, [Request("kept", list(range(60)), greedy(4))])
+    before = engine.tree.pages
+    nothing = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, stop_token_ids=list(range(257)))
+    assert run(engine, [Request("r", [5, 6, 7], nothing)])["r", 0][-1].finish_reason == "error"
+    assert engine.tree.pages >= before > 0
+
+
 def test_preemption_loses_no_tokens() -> None:
     requests = [Request(f"r{row}", [row] * 9, greedy(30)) for row in range(4)]
     expected = run(tiny_engine(), requests)
@@ -753,6 +762,18 @@ def test_a_seed_makes_an_answer_its_own_and_none_makes_it_the_engines() -> None:
 
     assert said(0, 5) == said(1, 5) != said(0, 6)
     assert said(0, None) == said(0, None) != said(1, None)
+
+
+def test_what_was_told_of_a_prompts_logprobs_stays_as_it_was_told() -> None:
+    """A row that is preempted after its first token scores its prompt again, part by part."""
+    engine, told = tiny_engine(kv_cache_tokens=100, max_num_batched_tokens=8), list[TokenEvent]()
+    engine.add(Request("first", list(range(100, 110)), greedy(60)))  # it grows, and takes the room of who came later
+    engine.add(Request("scored", list(range(40)), greedy(30, logprobs=1), score=True))
+    while engine.has_work:
+        told += [event for event in engine.step() if event.request_id == "scored"]
+        for event in told:
+            assert event.prompt_logprobs is not None and len(event.prompt_logprobs) == len(event.prompt_top) == 39
+    assert engine.stats().preemptions
 
 
 def test_a_prompt_is_scored_the_same_when_its_row_is_preempted() -> None:

@@ -107,3 +107,14 @@ def test_a_prompt_is_scored_by_exact_states_whatever_the_pool_has_of_it(model: M
     assert [event.token for event in found] == [event.token for event in right]
     assert not found[-1].reuse.rounded
     assert told(engine, ONE), "what it leaves is what was there"
+
+
+def test_a_prompt_that_is_scored_and_keeps_its_own_pages_lends_another_no_more_than_one(model: Model) -> None:
+    """What it has computed is not the tree's, however many pages it is."""
+    prompt, engine = list(range(30)), engine_of(model)
+    engine.add(Request("scored", prompt, greedy(20), score=True))
+    engine.step()
+    found = run(engine, [Request("other", [*prompt, 99], greedy(4))])
+    cold = run(engine_of(model), [Request("other", [*prompt, 99], greedy(4))])
+    assert [event.token for event in found["other", 0]] == [event.token for event in cold["other", 0]]
+    assert found["other", 0][-1].num_cached_tokens == 4, "a page of it was copied"

@@ -1045,3 +1045,51 @@ def test_a_directory_that_cannot_be_written_costs_no_answer(model: Model, tmp_pa
 
 def test_nothing_is_kept_below_unless_it_is_asked_for(model: Model) -> None:
     assert LLM.from_config(tiny_config(), model).engine.store is None
+
+
+def test_what_is_placed_for_a_step_that_is_not_taken_comes_all_the_same() -> None:
+    """It is asked for while the last step of another runs, there is nothing to compute, and its client leaves."""
+    engine = engine_of(tiny_model(), None, overlap=True, host_gib=0.01)
+    known = words(1, 60)
+    run(engine, [Request("first", known, greedy(6))])
+    evict(engine)
+    engine.add(Request("short", words(2, 5), greedy(3)))
+    while (row := next(iter(engine.answers))) is not None and len(row.tokens) != row.last - 1:
+        engine.step()
+    engine.add(Request("back", known, greedy(6)))
+    engine.step()
+    assert any(row.load is not None for row in engine.scheduler.loading), "nothing was placed: this tests nothing"
+    engine.cancel("back")
+    drain(engine)
+    settled(engine)
+    engine.clear_cache()
+    assert engine.pages_in_use == 0
+
+
+def test_a_miss_is_that_of_the_admission_that_counts(tmp_path: Path) -> None:
+    """A row has to stop while a part of its context comes, and another process writes the rest before it is admitted again."""
+    model, known = tiny_model(), words(1, 60)
+    engine = engine_of(model, tmp_path, kv_cache_tokens=400)
+    engine.add(Request("first", known, greedy(1)))
+    row = next(iter(engine.answers))
+    drain(engine)
+    evict(engine)
+    assert engine.store is not None
+    engine.store.discard(row.keys[10:])  # as if the bound of the disk had taken these
+    settled(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speeds, "in_time", lambda *_: False)
+        engine.add(Request("busy", words(2, 5), greedy(40)))
+        engine.step()
+        engine.add(Request("r", known, greedy(1)))
+        engine.step()
+        row = next(row for row in engine.answers if row.request_id == "r")
+        assert row in engine.scheduler.loading and row.miss is not None
+        engine.scheduler._preempt(row)
+        other = engine_of(model, tmp_path, kv_cache_tokens=400)
+        run(other, [Request("o", known, greedy(1))])
+        settled(other)
+        other.close()
+        found = drain(engine)["r", 0][-1]
+    assert (found.num_cached_tokens, found.reuse.miss) == (59, None)
+    engine.close()
