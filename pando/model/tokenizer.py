@@ -181,19 +181,24 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_first_space
         self._whole, self._midway = tokenizer.whole_texts[skip_special], False  # in a character
+        self._is_prompts = False  # a character that is not whole, and of which the answer has no byte
         for token in prompt_tail:
             self.add(token)
+        self._is_prompts = self._midway
 
     def add(self, token: int) -> str:
         """The text that became readable with this token."""
         text = None if self._midway else self._whole[token]
         if text is None:
-            text = self._decoder.decode(self._tokenizer.token_bytes(token, skip_special=self._skip_special))
+            said = self._tokenizer.token_bytes(token, skip_special=self._skip_special)
+            text, self._is_prompts = self._decoder.decode(said), self._is_prompts and not said
             self._midway = self._decoder.getstate()[0] != b""
         return self._first(text) if self._at_start else text
 
     def finish(self) -> str:
-        """What was held back: a character that never became whole."""
+        """What was held back: a character of the answer that never became whole."""
+        if self._is_prompts:
+            return ""
         return self._first(self._decoder.decode(b"", final=True))
 
     def _first(self, text: str) -> str:

@@ -201,6 +201,13 @@ def test_what_never_became_whole_comes_at_the_end(tokenizer):
     assert (stream.add(byte[b"\xf0"]), stream.add(byte[b"\x9f"]), stream.finish()) == ("", "", "\ufffd")
 
 
+def test_half_a_character_of_the_prompt_is_no_text_of_an_answer_that_says_nothing(tokenizer):
+    byte = {tokenizer.token_bytes(token, skip_special=False): token for token in range(tokenizer.vocab_size)}
+    assert Detokenizer(tokenizer, prompt_tail=[byte[b"\xf0"]]).finish() == ""
+    begun = Detokenizer(tokenizer, prompt_tail=[byte[b"\xf0"]])
+    assert (begun.add(byte[b"\x9f"]), begun.finish()) == ("", "\ufffd")
+
+
 def test_an_answer_keeps_the_space_after_its_prompt(sentencepiece):
     tokenizer = Tokenizer.from_directory(sentencepiece)
     prompt, answer = tokenizer.encode("hello"), tokenizer.encode("hello world")[3:]
