@@ -12,6 +12,12 @@ import torch
 def threads(all_threads: None) -> None: ...
 
 
+@pytest.fixture
+def few_threads(threads: None) -> None:
+    """For what depends on their number, on a machine that has many, too."""
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[None]:
     """As NumPy wants it since 2.4: an array of one element is no number by itself. And without what the interpreter does over and over."""

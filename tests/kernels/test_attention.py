@@ -263,6 +263,7 @@ def test_every_cpu_path_takes_any_number_of_readers(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (3, 3), (5, 3), (20, 3), (3, 18)])  # up to 4 columns, more, two groups, many heads
+@pytest.mark.usefixtures("few_threads")
 def test_short_reads_at_the_end_are_one_task_for_all_heads(group: int, kv_heads: int) -> None:
     for seed in range(6):
         for dtype in (torch.float32, torch.bfloat16):
