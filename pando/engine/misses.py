@@ -14,7 +14,12 @@ class Misses:
         self._tree, self._reuse = tree, reuse
         self._traced = Latest[Key, Key](TRACED)
 
-    def why(self, row: Row, match: Match, limit: int) -> Miss | None:
+    def tell(self, row: Row, match: Match, limit: int) -> None:
+        """Anew, where a row was told before, when it was admitted and did not run."""
+        if row.miss is None or row.miss is row.why:
+            row.miss = row.why = self._why(row, match, limit)
+
+    def _why(self, row: Row, match: Match, limit: int) -> Miss | None:
         """Why the rest of a prompt must be computed; None where it is new, and all that is known of it was found."""
         found, page = row.computed, (match.stem.end - row.at) // self._tree.page_size
         token = row.imported + found

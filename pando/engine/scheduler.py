@@ -357,9 +357,7 @@ class Scheduler:
             self._holding.seat_repaired(row, self._now)
         if row.cached is None:
             row.cached = row.computed + row.had
-            row.miss = None if row.miss is row.why else row.miss  # what the tree told when it was admitted and did not run
-            row.why = None if row.miss is not None else self._misses.why(row, match, limit)
-            row.miss = row.miss or row.why
+            self._misses.tell(row, match, limit)
             row.waited = self._now - row.arrived
             self._misses.remember(row)
         if self.below is not None and row.makes is None:

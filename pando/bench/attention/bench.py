@@ -92,7 +92,9 @@ class Bench:
         )  # fmt: skip
 
     def _wakes(self, case: Case, lower: Lower) -> dict[str, Attend]:
-        """What each does, of two rows and hardly any keys."""
+        """What each does, of two rows and hardly any keys: on a GPU nobody waits for Python."""
+        if self.device.type != "cpu":
+            return {}
         few = Scene(replace(case, segments=WAKE, rows=(1, 2)), self.page_size, self.device)
         ours = _attending(lower, few.plan(ALWAYS)[1], few)
         return {FLAT: ours, SHARED: ours, AUTO: ours} | _by_levels(few)
