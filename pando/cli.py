@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .arguments import parse
+from .arguments import MAX_TOKENS, parse
 from .chat import Speed, chat, utf8
 from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
@@ -192,7 +192,8 @@ def _answer(
 ) -> None:
     how = {"truncation": arguments.truncation}
     if sampling.n == 1 and not arguments.json:
-        _stream(llm.stream(prompt, sampling, **how) if prompt is not None else llm.stream_chat(messages, sampling, **how), arguments.stats)
+        events = llm.stream(prompt, sampling, **how) if prompt is not None else llm.stream_chat(messages, sampling, **how)
+        _stream(events, arguments.stats, limited=arguments.max_tokens != MAX_TOKENS)
         return
     began = time.perf_counter()
     [output] = llm.generate([prompt], sampling, **how) if prompt is not None else llm.chat(messages, sampling, **how)
@@ -246,14 +247,15 @@ def _modular(arguments: argparse.Namespace, llm: "LLM", schema: bytes, prompt: s
     return Prompt(prompt, file=str(arguments.prompt_file))
 
 
-def _stream(events: Iterator[TokenEvent], stats: bool) -> None:
+def _stream(events: Iterator[TokenEvent], stats: bool, *, limited: bool) -> None:
+    """`limited`: whoever asks knows how long the answer may be."""
     speed, reuse, cut = Speed(time.perf_counter()), Reuse(), False
     for event in events:
         speed.add(event, time.perf_counter())
         reuse = event.reuse
         print(event.text, end="", flush=True)
         _check(event.finish_reason)
-        cut = event.finish_reason == "length"
+        cut = event.finish_reason == "length" and not limited
     print()
     if cut:
         print("the answer was cut at the token limit; --max-tokens gives it more", file=sys.stderr)

@@ -251,6 +251,8 @@ def test_an_answer_that_was_cut_says_so(llm, capsys, finish):
     llm.finish = finish
     assert cli.main(["run", "hi"]) == 0
     assert ("cut at the token limit" in capsys.readouterr().err) == (finish == "length")
+    assert cli.main(["run", "hi", "--max-tokens", "3"]) == 0
+    assert not capsys.readouterr().err, "who gives a limit knows of it"
 
 
 @pytest.mark.parametrize("options", [["--n", "2"], ["--json"], []])
