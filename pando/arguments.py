@@ -15,10 +15,10 @@ MAX_TOKENS = 512
 ELSEWHERE = {  # flags of other engines, and what to do here
     **dict.fromkeys(("--model", "-m", "--model-path"), "give the model without a flag, as in `pando serve MODEL`"),
     **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"), "it is --kv-dtype here"),
-    **dict.fromkeys(("--block-size",), "it is --page-size here"),
+    "--block-size": "it is --page-size here",
     **dict.fromkeys(("--ctx-size", "-c", "--context-length"), "it is --max-model-len here"),
     **dict.fromkeys(("--max-running-requests", "--parallel", "-np"), "it is --max-num-seqs here"),
-    **dict.fromkeys(("--mem-fraction-static",), "--gpu-memory-utilization is the share of what is free behind the weights"),
+    "--mem-fraction-static": "--gpu-memory-utilization is the share of what is free after the weights",
     **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt"), "that is on by default: leave it out"),
     **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser"), "calls are read without it: leave it out"),
     **dict.fromkeys(

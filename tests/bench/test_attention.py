@@ -5,7 +5,10 @@ import json
 import math
 import random
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import geometric_mean
 
 import pytest
@@ -16,7 +19,7 @@ from pando.bench.attention import calibrate, command
 from pando.bench.attention.bench import Bench
 from pando.bench.attention.calibrate import Sample, fit, lost, pays
 from pando.bench.attention.cases import Case, Part, read_cases
-from pando.bench.attention.clock import Clock, Limits, Work, floor_us, relay_formula, work_of
+from pando.bench.attention.clock import Clock, Limits, Run, Timing, Work, floor_us, relay_formula, work_of
 from pando.bench.attention.levels import ByLevels
 from pando.bench.attention.report import Measured, Skipped, Table, as_json, read_peers, summary
 from pando.bench.attention.scene import Scene
@@ -508,3 +511,29 @@ def test_a_calibration_that_cannot_be_written_leaves_nothing(tmp_path, monkeypat
     with pytest.raises(OSError, match="no space"):
         keep_cost(CostModel(), SUBJECT, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_wakes_a_run_comes_right_before_it_and_is_off_the_clock() -> None:
+    done = list[str]()
+
+    def wake() -> None:
+        done.append("wake")
+        time.sleep(0.05)
+
+    found = Clock(CPU, repeats=3, flush=1 << 10).medians({"run": lambda: done.append("run")}, {"run": wake})
+    assert done == ["run", *["wake", "run"] * 3]
+    assert found["run"].us < 50_000
+
+
+def test_on_a_cpu_whatever_is_timed_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = list[set[str]]()
+    medians = Clock.medians
+
+    def watched(self: Clock, runs: Mapping[str, Run], wakes: Mapping[str, Run] | None = None) -> dict[str, Timing]:
+        woken.append(set(runs) - set(wakes or {}))
+        return medians(self, runs, wakes)
+
+    monkeypatch.setattr(Clock, "medians", watched)
+    bench = Bench(CPU, PAGE, Clock(CPU, repeats=2, flush=1 << 10), Limits(CPU, 1.0, 1.0), tmp_path)
+    bench.measure(Case("a", 4, 2, 16, "float32", (Part(None, 40), Part(0, 7), Part(0, 7)), (1, 2)))
+    assert woken == [set()]
