@@ -27,14 +27,15 @@ FETCH = 64  # to begin and end a small tile, when others fetch meanwhile
 COMPANY = 0.9  # what a processor does more of, at most, while several programs run on it: one waits, another computes
 PAYS = 100_000  # packed queries times keys, for each processor, from which on the largest tiles are the faster ones, if they are full
 FEWEST = 3 / 4  # small tiles for each processor, up to which another launch costs more than it gains
-LITTLE = 560  # keys that small tiles look at, for each processor, up to which they are the faster ones if all have one size,
+LITTLE = 500  # keys that small tiles look at, for each processor, up to which they are the faster ones where all have one size,
 LESS = 1.75  # or so many times as many as large ones would
-FEW = 4  # small tiles for each processor, up to which memory waits for them, and not they for memory
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
-END = 64  # keys of small reads, on average, up to which it matters that the last block is not full
-LONG = 256  # the same, where some keys of each are still to be written,
-UNSEEN = 12  # so many: those differ from step to step, but hardly on average
-LONELY = 32  # small tiles for each processor from which on those of one query need no products
+UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
+LONG = 640  # keys of such reads, on average, up to which that matters,
+AMONG = 96  # or so many for each that a processor has: few wait for memory, and fetch more at once in whole blocks
+END, FEW = 64, 4  # where all blocks are full: keys up to which it may, and reads of each processor from which on it does
+LONELY = 32  # small tiles for each processor from which on those of one query and up to END keys need no products
+LASTING = 512  # keys of small tiles, on average, from which on there is no room for them beside large ones
 SHARED_BYTES = 227 * 1024  # of memory that the programs on one processor share
 
 
@@ -79,23 +80,19 @@ def unsupported(geometry: Geometry, page_size: int) -> str | None:
 def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int) -> tuple[Size, Size]:
     """Large and small tiles that suit these reads. A plan with little to do takes one size, and one launch."""
     group, heads = geometry.heads // geometry.kv_heads, geometry.kv_heads
-    small = SMALL if group <= SMALL.rows else SMALL._replace(rows=power_of_two(group))
+    least = SMALL if group <= SMALL.rows else SMALL._replace(rows=power_of_two(group))
     rows = reads.brought * group
-    is_large = rows > small.rows
+    is_large = rows > least.rows
     products = np.multiply(rows, reads.tokens, dtype=np.int64)[is_large]
     narrow, key_bytes = dtype.itemsize == 2 and geometry.head_dim <= 128, wide(geometry) * dtype.itemsize
     each = (len(reads) - len(products)) * heads / processors
-    if small.rows == SHORT.rows and each > FEW:
-        tokens = reads.tokens[~is_large]
-        if tokens.mean() <= (LONG if reads.unseen > UNSEEN * len(tokens) else END):
-            lone = each > LONELY and rows[~is_large].max() == 1 and heads % LONE.heads == 0 and geometry.slopes is None
-            small = LONE if lone else SHORT
-    if not small.exact:
-        small = _crowded(small, key_bytes)
+    small = _exact(geometry, reads, ~is_large, each) if each and least.rows == SHORT.rows else None
+    if small is None:
+        small = _crowded(least, key_bytes)
     pays = PAYS * processors / heads
     if narrow and int(np.add.reduce(products)) > pays and _full(rows[is_large], products) > pays:
         return LARGEST, small
-    most = max(small.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
+    most = max(least.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
     large = _crowded(LARGE._replace(rows=most, stages=3 if narrow else 2), key_bytes)
     if small.exact:
         return large, small
@@ -103,11 +100,31 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     quick = _crowded(small._replace(stages=3, warps=2 if narrow and small.rows == LEAST_ROWS else small.warps), key_bytes)
     if not products.any():
         return large, quick if each <= quick.crowd else small
-    if not narrow or each > FEWEST:
+    if not narrow:
         return large, small
-    looked = [int((-(-reads.brought // (size.rows // group))).dot(reads.tokens.astype(np.int64))) for size in (quick, large)]
-    one = quick if looked[0] <= max(LITTLE * processors / heads, LESS * looked[1]) else large
+    little = LITTLE * processors / heads
+    if each > FEWEST:
+        return (quick, quick) if _looked(reads, quick, group, is_large) <= little else (large, small)
+    one = quick if _looked(reads, quick, group) <= max(little, LESS * _looked(reads, large, group)) else large
     return one, one
+
+
+def _exact(geometry: Geometry, reads: Reads, is_small: NDArray[np.bool_], each: float) -> Size | None:
+    """For small reads, so many of them for each processor, of which half of the last block would be for nobody."""
+    tokens, alone = reads.tokens[is_small], geometry.heads == geometry.kv_heads
+    mean = tokens.mean()
+    if reads.unseen > UNSEEN * len(tokens):
+        if mean > min(LONG, AMONG * each):
+            return None
+    elif mean > END or each <= (LONELY if alone else FEW):
+        return None
+    lone = alone and each > LONELY and mean <= END and reads.brought[is_small].max() == 1
+    return LONE if lone and geometry.heads % LONE.heads == 0 and geometry.slopes is None else SHORT
+
+
+def _looked(reads: Reads, size: Size, group: int, which: NDArray[np.bool_] | slice = slice(None)) -> int:
+    """Keys that tiles of this size look at, one after the other."""
+    return int((-(-reads.brought[which] // (size.rows // group))).dot(reads.tokens[which].astype(np.int64)))
 
 
 def suited(size: Size, geometry: Geometry, capability: tuple[int, int]) -> Size:
@@ -196,13 +213,14 @@ class Tiles(NamedTuple):
             facts = facts.compress(facts[2:4].all(0), 1)
         is_few = facts[2] * group <= small.rows
         if large == small or is_few.all():
-            tiles, larger = _tile(facts, reads, small, geometry, processors, _fetched(reads, small, geometry, processors)), 0
+            merge = MERGE if len(reads.queries) <= count else 0  # a query of several reads is merged, cut or not
+            tiles, larger = _tile(facts, reads, small, geometry, processors, _fetched(reads, small, geometry, processors), merge=merge), 0
         else:
-            few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors, 0.0)
+            few = _tile(facts.compress(is_few, 1), reads, small, geometry, processors)
             looked = int((few[:, 7] - few[:, 1]).sum())
             fetching = (looked + FETCH * len(few)) * geometry.kv_heads / processors / large.key
             # long ones that come one after the other do not fill what large tiles leave: each processor should have its share of those
-            if not large.leaves and looked >= 2 * LONG * len(few) and len(few) * geometry.kv_heads > small.crowd * processors:
+            if not large.leaves and looked >= LASTING * len(few) and len(few) * geometry.kv_heads > small.crowd * processors:
                 fetching = 0.0
             # short ends are programs small enough to find room beside large tiles at any time: for those nobody has to be done earlier
             lean = LEAN * fetching if large.leaves and not small.exact else 0.0
@@ -233,7 +251,10 @@ class Tiles(NamedTuple):
         )  # fmt: skip
 
 
-def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors: int, meanwhile: float, lean: float = 0.0) -> Ints:
+def _tile(
+    facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors: int,
+    meanwhile: float = 0.0, lean: float = 0.0, merge: int = MERGE,
+) -> Ints:  # fmt: skip
     """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next. `facts` of each:
     where its pages are listed, where its pairs are, how many, and its keys."""
     _, _, queries, tokens, _ = facts
@@ -246,7 +267,7 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
         slow += len(tokens) / int(across.sum())
     keys = SHORTEST
     if int(np.maximum.reduce(tokens)) > SHORTEST:
-        keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile)
+        keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile, merge)
     if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
         keys += int(min(lean, keys / 4)) // SHORTEST * SHORTEST
     count = across * ((tokens + (keys - 1)) // keys)
@@ -264,7 +285,9 @@ def _tile(facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors:
     return tiles
 
 
-def _keys_of_a_tile(across: Ints, parts: Ints, tokens: Ints, size: Size, processors: int, slow: float = 1.0, meanwhile: float = 0.0) -> int:
+def _keys_of_a_tile(
+    across: Ints, parts: Ints, tokens: Ints, size: Size, processors: int, slow: float = 1.0, meanwhile: float = 0.0, merge: int = MERGE
+) -> int:
     """So many that the last processor is done soonest. Each tile costs its keys and a little more; several on one
     processor do more together than one behind the other, but each takes longer; there is no hurry while others fetch `meanwhile`; and
     whatever is cut must be merged.
@@ -286,7 +309,7 @@ def _keys_of_a_tile(across: Ints, parts: Ints, tokens: Ints, size: Size, process
     if slow > 1 or meanwhile:
         done = np.maximum(done * slow, meanwhile)
     done += more * (size.part / processors)
-    done[1:] += MERGE / size.key  # the first length cuts none
+    done[1:] += merge / size.key  # the first length cuts none
     return int(cuts[done.argmin()])
 
 

@@ -242,6 +242,13 @@ def test_a_segment_begins_on_a_page_of_its_own():
     assert sorted(pages) == list(range(len(scene.k) // PAGE))
 
 
+def test_the_last_pages_of_rows_are_as_an_engine_has_them():
+    """There they are planned whole, and kernels are told how much of them nobody has written yet."""
+    reads = Scene(single(SMALL, 5, 48, 7), PAGE, CPU).plan(ALWAYS)[1]
+    assert (reads.unseen, reads.tokens.tolist()) == (5 * (PAGE - 7), [48, *[PAGE] * 5])
+    assert Scene(single(SMALL, 5, 48, PAGE), PAGE, CPU).plan(ALWAYS)[1].unseen == 0
+
+
 def test_torch_reads_views_of_the_pool_and_no_copies():
     scene = Scene(tree(SMALL, [(1, 50), (2, 33), (6, 9)]), PAGE, CPU)
     start, end = scene.k.data_ptr(), scene.k.data_ptr() + scene.k.nbytes

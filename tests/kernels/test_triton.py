@@ -166,42 +166,59 @@ def test_many_ends_of_one_query_are_read_so_where_heads_have_keys_of_their_own()
         some = Reads(*tuple(joined(64, reads))[:-1], 30 * rows)
         return sizes(Geometry(heads, kv_heads, 128, 1.0, slopes=slopes), torch.bfloat16, some, 132)[1].heads
 
-    assert heads(64) == heads(128) == heads(256) == 2
-    assert heads(512) == 1, "long ones are as fast in tiles"
-    assert heads(128, kv_heads=8) == 1, "a product serves four heads"
-    assert heads(128, 33, 33) == 1, "heads go in pairs"
-    assert heads(128, slopes=torch.ones(32)) == 1
-    assert heads(128, shared=16) == 1, "what sixteen rows read is a small tile, too"
-    assert heads(128, rows=64) == 1, "too few to wait for memory at the same time"
+    assert heads(64) == 2
+    assert heads(128) == 1, "those of more than a page are faster in tiles"
+    assert heads(64, kv_heads=8) == 1, "a product serves four heads"
+    assert heads(64, 33, 33) == 1, "heads go in pairs"
+    assert heads(64, slopes=torch.ones(32)) == 1
+    assert heads(64, shared=16) == 1, "what sixteen rows read is a small tile, too"
+    assert heads(64, rows=64) == 1, "too few to wait for memory at the same time"
 
 
-def test_only_many_short_ends_are_read_so() -> None:
+def test_short_ends_are_read_key_by_key_if_there_are_enough_to_wait_for_memory() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def is_exact(rows: int, tokens: int, unseen: int = 0) -> bool:
+    def is_exact(rows: int, tokens: int, unseen: int = 0, kv_heads: int = 8) -> bool:
         reads = joined(64, [([row] * (tokens // 64), tokens, 0, [row], [0]) for row in range(rows)])
-        return sizes(Geometry(32, 8, 128, 1.0), torch.bfloat16, Reads(*tuple(reads)[:-1], rows * unseen), 4)[1].exact
+        return sizes(Geometry(32, kv_heads, 128, 1.0), torch.bfloat16, Reads(*tuple(reads)[:-1], rows * unseen), kv_heads // 2)[1].exact
 
     assert is_exact(9, 64)
     assert not is_exact(9, 128), "their last blocks are full"
-    assert is_exact(9, 128, unseen=32)
-    assert not is_exact(9, 512, unseen=32), "the last block is a small part of it"
-    assert not is_exact(2, 64), "too few to wait for memory at the same time"
+    assert is_exact(9, 128, unseen=32) and is_exact(9, 640, unseen=32)
+    assert not is_exact(9, 704, unseen=32), "the last block is a small part of it"
+    assert is_exact(1, 192, unseen=32) and not is_exact(1, 256, unseen=32), "the fewer they are, the shorter"
+    assert not is_exact(2, 64)
+    assert not is_exact(9, 64, kv_heads=32) and is_exact(9, 64, unseen=32, kv_heads=32), "one query of each key, and a full block"
 
 
 def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def rows_of(rows: int, shared: int, tokens: int) -> tuple[int, int]:
+    def rows_of(rows: int, shared: int, tokens: int, heads: int = 8, kv_heads: int = 1) -> tuple[int, int]:
         reads = [(range(shared // 64), shared, 0, range(rows), [0] * rows)]
         reads += [([1000 + row] * (tokens // 64), tokens, shared, [row], [0]) for row in range(rows)]
-        large, small = sizes(Geometry(8, 1, 128, 1.0), torch.bfloat16, joined(64, reads), 132)
+        large, small = sizes(Geometry(heads, kv_heads, 128, 1.0), torch.bfloat16, joined(64, reads), 132)
         return large.rows, small.rows
 
     assert rows_of(64, 8192, 128) == (64, 64), "another launch would cost more"
     assert rows_of(32, 1024, 128) == (16, 16), "all small ones have a place at once"
     assert rows_of(256, 1024, 128) == (64, 16)
     assert rows_of(256, 8192, 128) == (128, 16)
+    assert rows_of(48, 512, 128, 32, 8) == (16, 16), "little is read by many"
+    assert rows_of(48, 2048, 128, 32, 8) == (64, 16)
+
+
+def test_what_is_merged_anyway_is_cut_sooner() -> None:
+    from pando.kernels.gpu_tiles import SMALL, Tiles
+
+    def tiles(apart: int) -> int:
+        """Three reads of 1,024 keys, each for three queries, and nine of 512 for the same queries, or for others."""
+        reads = [(range(read * 16, read * 16 + 16), 1024, 0, range(read * 3, read * 3 + 3), [0] * 3) for read in range(3)]
+        reads += [(range(48 + row * 8, 56 + row * 8), 512, 1024, [row + apart], [0]) for row in range(9)]
+        return len(Tiles.cut(joined(64, reads), 9 + apart, Geometry(32, 32, 128, 1.0), SMALL, SMALL, 132).tiles)
+
+    assert tiles(apart=9) == 12, "nothing is merged"
+    assert tiles(apart=0) > 12
 
 
 def test_rows_that_share_nothing_are_cut_no_shorter_than_memory_is_fast() -> None:

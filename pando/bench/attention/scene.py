@@ -69,7 +69,9 @@ class Scene:
 
     def plan(self, cost: CostModel) -> tuple[Plan, Reads]:
         found = plan(self.views, self.page_size, self.case.group, cost)
-        return found, reads_of(found, [1] * len(self.views))
+        tails = [self.case.segments[leaf].tokens for leaf, view in zip(self.case.rows, self.views, strict=True) if view.tail]
+        unseen = sum(_pages(tokens, self.page_size) * self.page_size - tokens for tokens in tails)
+        return found, reads_of(found, [1] * len(self.views), unseen)
 
     def checked_rows(self) -> list[int]:
         count = len(self.case.rows)
