@@ -517,16 +517,19 @@ def test_the_numbers_of_a_step_do_not_wait_for_what_is_loaded_or_saved() -> None
 def test_kernels_are_made_before_they_are_needed(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from pando.kernels import gpu_warm
 
-    launched = set()
+    launched, warps = set(), set()
     launch = gpu.Launches.__call__
 
     def watch(self: object, kernel: object, kind: object, grid: object, *arguments: object, **options: object) -> None:
         launched.add(kernel)
+        if kernel is gpu.kernels.look:
+            warps.add(options["num_warps"])
         launch(self, kernel, kind, grid, *arguments, **options)
 
     monkeypatch.setattr(gpu.Launches, "__call__", watch)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu_warm, "PLANS", ((1, 0, 16, 1), (3, 32, 16, 1), (2, 16, 8, 8)))
+        monkeypatch.setattr(gpu_warm, "PLANS", ((1, 0, 32, 1), (3, 32, 96, 1), (2, 32, 8, 8)))
         monkeypatch.setattr(gpu_warm, "PROMPTS", (20,))
-    gpu_warm.warm_up(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 16, torch.float32)
+    gpu_warm.warm_up(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 32, torch.float32)
     assert len(launched - {gpu.kernels.bring}) == 2, "tiles and their merge, besides what brings a GPU its numbers"
+    assert 1 in warps, "and ends that are read key by key, as they are where last pages are half empty"
