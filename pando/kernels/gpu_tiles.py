@@ -29,6 +29,7 @@ PAYS = 100_000  # packed queries times keys, for each processor, from which on t
 FEWEST = 3 / 4  # small tiles for each processor, up to which another launch costs more than it gains
 LITTLE = 500  # keys that small tiles look at, for each processor, up to which they are the faster ones where all have one size,
 LESS = 1.75  # or so many times as many as large ones would
+BESIDE = 320  # the same beside small reads: what tiles take to begin counts, and what small reads fetch allows for as many again
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
 LONG = 640  # keys of such reads, on average, up to which that matters,
@@ -92,8 +93,8 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     pays = PAYS * processors / heads
     if narrow and int(np.add.reduce(products)) > pays and _full(rows[is_large], products) > pays:
         return LARGEST, small
-    most = max(least.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
-    large = _crowded(LARGE._replace(rows=most, stages=3 if narrow else 2), key_bytes)
+    full = max(least.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
+    large = _crowded(LARGE._replace(rows=full, stages=3 if narrow else 2), key_bytes)
     if small.exact:
         return large, small
     # those that have room beside one another fetch further ahead, and few warps are enough for few rows
@@ -102,10 +103,12 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
         return large, quick if each <= quick.crowd else small
     if not narrow:
         return large, small
-    little = LITTLE * processors / heads
     if each > FEWEST:
-        return (quick, quick) if _looked(reads, quick, group, is_large) <= little else (large, small)
-    one = quick if _looked(reads, quick, group) <= max(little, LESS * _looked(reads, large, group)) else large
+        most = BESIDE * processors / heads
+        most += min(most, int(np.add.reduce(reads.tokens[~is_large])) / 2)
+        return (quick, quick) if _looked(reads, quick, group, is_large, quick.overhead) <= most else (large, small)
+    most = max(LITTLE * processors / heads, LESS * _looked(reads, large, group))
+    one = quick if _looked(reads, quick, group) <= most else large
     return one, one
 
 
@@ -122,9 +125,9 @@ def _exact(geometry: Geometry, reads: Reads, is_small: NDArray[np.bool_], each: 
     return LONE if lone and geometry.heads % LONE.heads == 0 and geometry.slopes is None else SHORT
 
 
-def _looked(reads: Reads, size: Size, group: int, which: NDArray[np.bool_] | slice = slice(None)) -> int:
-    """Keys that tiles of this size look at, one after the other."""
-    return int((-(-reads.brought[which] // (size.rows // group))).dot(reads.tokens[which].astype(np.int64)))
+def _looked(reads: Reads, size: Size, group: int, which: NDArray[np.bool_] | slice = slice(None), begin: int = 0) -> int:
+    """Keys that tiles of this size look at, one after the other, and what it takes to begin them."""
+    return int((-(-reads.brought[which] // (size.rows // group))).dot(reads.tokens[which].astype(np.int64) + begin))
 
 
 def suited(size: Size, geometry: Geometry, capability: tuple[int, int]) -> Size:

@@ -206,6 +206,8 @@ def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
     assert rows_of(256, 8192, 128) == (128, 16)
     assert rows_of(48, 512, 128, 32, 8) == (16, 16), "little is read by many"
     assert rows_of(48, 2048, 128, 32, 8) == (64, 16)
+    assert rows_of(64, 512, 128, 32, 8) == (16, 16) and rows_of(256, 512, 128) == (64, 16), "as much, beside half of what is fetched"
+    assert rows_of(256, 128, 128, 32, 8) == (64, 16), "as much, by four times as many"
 
 
 def test_what_is_merged_anyway_is_cut_sooner() -> None:
