@@ -1,5 +1,6 @@
 import contextlib
 import hashlib
+import os
 import shutil
 import socket
 import subprocess
@@ -40,12 +41,14 @@ def answers(path: Path) -> bool:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A real one, on a socket of its own; its address."""
-    if shutil.which("redis-server") is None:
+    beside = Path(sys.executable).parent  # where pip puts it; a virtual environment need not be on the PATH
+    program = shutil.which("redis-server", path=os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)]))
+    if program is None:
         pytest.skip("REDIS-SERVER IS NOT INSTALLED: the remote tier is not tested against a real server; apt-get install redis-server")
     pytest.importorskip("redis", reason="THE PACKAGE redis IS NOT INSTALLED: the remote tier is not tested; pip install redis")
     folder = tmp_path_factory.mktemp("redis")
     options = ["--port", "0", "--unixsocket", "s", "--save", "", "--maxmemory", "64mb", "--dir", str(folder)]
-    process = subprocess.Popen(["redis-server", *options], cwd=folder, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([program, *options], cwd=folder, stdout=subprocess.DEVNULL)
     while not answers(folder / "s"):
         assert process.poll() is None
         time.sleep(0.01)
@@ -260,7 +263,7 @@ def test_what_goes_away_while_it_is_read_is_absent(make):
 def test_a_full_server_is_full_and_still_answers(make, caplog):
     tier, one = make(), card()
     save(tier, one)
-    tier._patient.config_set("maxmemory", "1mb")
+    tier._patient.config_set("maxmemory", "1kb")  # less than an empty one takes
     try:
         for other in chain(redis_server.FAILURES + 3)[1:]:
             with pytest.raises(Lost, match="full"):
