@@ -53,7 +53,7 @@ def check(gpu: ModuleType, case: Case, processors: int | None = None) -> OnDevic
     return path
 
 
-SEEDS = range(24) if DEVICE.type == "cuda" else (1, 4)
+SEEDS = range(24) if DEVICE.type == "cuda" else (35, 0)  # few queries, in which most differs that may differ
 SHAPES = ((1, 64, 2), (7, 16, 3), (4, 64, 1)) if DEVICE.type == "cuda" else (None,)  # few: each of them is compiled
 TAILS = (0, 3, 4, 11, 63, 64, 65, 300) if DEVICE.type == "cuda" else (0, 3, 4, 65)
 
