@@ -4,14 +4,11 @@ Where there is no C compiler, or the result does not load, `load` says why and t
 """
 
 import ctypes
-import hashlib
 import math
 import os
-import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .blocks import kind_of
+from .compiling import compiled
 from .cpu import Run, Square, split_own
 from .ops import Activation, Apply, Attend, FusedOps, Maps, TorchOps, Whole
 from .reads import Reads, joined
@@ -31,7 +29,6 @@ from .reference import Geometry
 from .tiling import Left, Tiling
 from .timing import in_turns
 
-SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 ROWS, LARGEST_HEAD, DEPTH, LANES = 256, 256, 32, 16  # as in attend.h, native.c and tiles.h
@@ -43,7 +40,6 @@ TILE_KEYS = 512  # the fewest keys for which a read is split, if it would leave 
 DENSE_QUERIES, DENSE_SQUARE = 16, 64  # queries from which torch's kernel may be the faster one
 RUN_QUERIES, SQUARE_QUERIES, PROBE_KEYS = 32, 128, 2048  # of the reads that are timed: a batch over a prefix, a prompt
 LOG2_E = math.log2(math.e)  # inside the kernel weights are powers of 2
-PATIENCE = 120  # seconds a compilation may take
 
 
 class Work(ctypes.Structure):
@@ -87,40 +83,11 @@ def load(dtype: torch.dtype, folder: Path, options: Sequence[str] = ()) -> "Libr
         return Unavailable("there is no C compiler (cc, gcc or clang) on the PATH")
     flags = (*FLAGS, *TYPES[dtype], *options)
     try:
-        path = folder / f"{_name(compiler, flags)}.so"
-        if not path.exists():
-            _compile(compiler, flags, path)
-        return Library(dtype, path)
+        return Library(dtype, compiled(compiler, flags, folder))
     except subprocess.CalledProcessError as error:
         return Unavailable(f"{named} failed: {error.stderr.decode(errors='replace').strip()[-300:]}")
     except (OSError, subprocess.TimeoutExpired, AttributeError) as error:
         return Unavailable(str(error))
-
-
-def _name(compiler: Sequence[str], flags: Sequence[str]) -> str:
-    """Names whatever the machine code depends on: a home folder may be shared by machines of different kinds."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
-    cpu = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
-    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
-    parts = (*sources, version, *(part.encode() for part in (*flags, *cpu, platform.machine())))
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-
-
-def _compile(compiler: Sequence[str], flags: Sequence[str], path: Path) -> None:
-    """Linked without an OpenMP library of its own: a second pool of threads would fight torch's over the same cores."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        object_file, result = Path(scratch) / "native.o", Path(scratch) / "native.so"
-        for command in (
-            [*compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
-            [*compiler, "-shared", "-o", str(result), str(object_file), "-lm"],
-        ):
-            subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE)
-        with result.open("rb") as file:  # a file cut short by a power loss would be loaded, and end the process
-            os.fsync(file.fileno())
-        os.replace(result, path)
 
 
 def _share_openmp() -> None:

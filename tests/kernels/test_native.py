@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from pando.config import EngineConfig
 from pando.engine.llm import LLM
 from pando.engine.request import Request
-from pando.kernels import native
+from pando.kernels import compiling, native
 from pando.kernels.native import Dense, Library, NativeLowering, NativeOps, Unavailable, native_linear
 from pando.kernels.ops import Attend, Maps, TorchOps
 from pando.kernels.reads import joined
@@ -263,7 +263,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled = 0
         self.run: Callable[..., Any] = subprocess.run
-        monkeypatch.setattr(native.subprocess, "run", self)
+        monkeypatch.setattr(compiling.subprocess, "run", self)
 
     def __call__(self, command: list[str], **options: Any) -> Any:
         self.compiled += "-c" in command
@@ -282,7 +282,7 @@ def test_another_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.Mon
     calls, source = Calls(monkeypatch), tmp_path / "native.c"
     names = ("linear", "linear_blocks", "rms_norm", "silu_gate", "rotate_and_store", "rotate", "attend", "layer", "width", "has_tiles")
     functions = "".join(f"void {name}(void) {{}}\n" for name in names)
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(compiling, "SOURCE", source)
     for text in (functions, functions + "/* changed */"):
         source.write_text(text)
         assert isinstance(native.load(torch.float32, tmp_path), Library)
@@ -309,7 +309,7 @@ def test_a_compiler_that_fails_is_named(compiler: str, tmp_path: Path, monkeypat
 def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "native.c"
     source.write_text("#error this cannot work\n")
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(compiling, "SOURCE", source)
     found = native.load(torch.float32, tmp_path / "new")
     assert isinstance(found, Unavailable) and "this cannot work" in found.reason
     assert list((tmp_path / "new").iterdir()) == []
@@ -326,13 +326,26 @@ def test_a_dtype_they_are_not_made_for_is_named(tmp_path: Path) -> None:
     assert isinstance(found, Unavailable) and "float16" in found.reason
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage" * 1000])
-def test_a_spoilt_file_is_not_loaded(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 0.999])
+def test_a_file_that_was_cut_short_is_compiled_anew(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a full disk or a crash leaves it; loaded, it would end the process."""
     native_library()
     for path in compile_folder().glob("*.so"):
-        (tmp_path / path.name).write_bytes(content)
-    found = native.load(torch.float32, tmp_path)
-    assert isinstance(found, Unavailable) and str(tmp_path) in found.reason
+        (tmp_path / path.name).write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    calls = Calls(monkeypatch)
+    for _ in range(2):
+        assert isinstance(native.load(torch.float32, tmp_path), Library)
+        assert calls.compiled == 1
+
+
+@pytest.mark.parametrize("spoil", [lambda content: b"garbage" * 1000, lambda content: content[:4096] + bytes(len(content) - 4096)])
+def test_a_spoilt_file_is_compiled_anew(spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_library()
+    for path in compile_folder().glob("*.so"):
+        (tmp_path / path.name).write_bytes(spoil(path.read_bytes()))
+    calls = Calls(monkeypatch)
+    assert isinstance(native.load(torch.float32, tmp_path), Library)
+    assert calls.compiled == 1
 
 
 def attended() -> torch.Tensor:
