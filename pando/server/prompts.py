@@ -80,7 +80,7 @@ class Prompts:
 
     def chat(self, body: ChatBody, tenant: Tenant, session: str | None) -> Asked:
         params, messages = body.sampling(), body.conversation()
-        if body.prompt_format != "text" and (pml := self._pml(messages, tenant.owner)) is not None:
+        if (pml := self._pml(body, messages, tenant.owner)) is not None:
             return self._modular(body, pml, tenant, params)
         wanted = body.definitions() if body.tool_choice != "none" else None
         form, constraint = None, self._format(body)
@@ -103,15 +103,17 @@ class Prompts:
             drift = replace(drift, message=prompt.message_of(drift.token))
         return Asked([replace(prompt, drift=drift)], params, constraint, form, not body.parallel_tool_calls, messages=messages)
 
-    def _pml(self, messages: Sequence[Plain], owner: bytes) -> str | None:
+    def _pml(self, body: ChatBody | TokenizeBody | WarmBody, messages: Sequence[Plain], owner: bytes) -> str | None:
         """The one message of a conversation, if it is a prompt in PML."""
+        if body.prompt_format == "text":
+            return None
         asked: dict[int, str] = {place: message["content"] for place, message in enumerate(messages) if message["role"] == "user"}
         if len(messages) == len(asked) == 1 and self._schemas.is_prompt(owner, asked[0]):
             return asked[0]
         if (place := next((place for place, text in asked.items() if is_element(text)), None)) is not None:
             raise InvalidPrompt(
                 f"a prompt in PML is the only message of its request, and messages[{place}] of {len(messages)} is one; write the others "
-                "into it, as <system>, <user> and <assistant>, or put a word before it if it is meant as text"
+                'into it, as <system>, <user> and <assistant>, or say prompt_format "text" if it is meant as text'
             )
         return None
 
@@ -143,7 +145,7 @@ class Prompts:
     def warm(self, body: WarmBody, owner: bytes) -> Prompt:
         if body.messages is not None:
             messages = conversation(body.messages)
-            if self._pml(messages, owner) is not None:
+            if self._pml(body, messages, owner) is not None:
                 raise InvalidPrompt("a prompt in PML is made of modules; they are computed ahead where their schema is registered as eager")
             return self._whole(
                 self._conversation(messages, self._rendering(definitions(body.tools), body.chat_template_kwargs), answered=False)
@@ -163,7 +165,7 @@ class Prompts:
         if body.prompt is not None:
             return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
         messages = conversation(body.messages or ())
-        if (pml := self._pml(messages, owner)) is not None:
+        if (pml := self._pml(body, messages, owner)) is not None:
             _check_no_template(body.tools, body.chat_template_kwargs)
             return self._schemas.tokens(owner, pml)
         rendering = self._rendering(definitions(body.tools), body.chat_template_kwargs)

@@ -26,7 +26,7 @@ from .limits import (
     one_of,
 )
 from .messages import CalledFunction, Function, Message, Tool, ToolCall
-from .wire import CHOICES, OTHERS, TEMPLATES, ChatBody, ChosenFunction, Sampling
+from .wire import CHOICES, OTHERS, TEMPLATES, ChatBody, ChosenFunction, MessageFormat, Sampling
 
 MAX_INCLUDED = 64
 MAX_LEVELS = 200  # of a schema, which is sent back: JSON of more than 255 is not written
@@ -194,6 +194,7 @@ class ResponsesBody(Sampling):
     )
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Give them, and so many likeliest tokens beside each.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    prompt_format: MessageFormat = "auto"
     metadata: Notes | None = Field(None, description="The client's own notes; sent back.")
 
     @model_validator(mode="after")
@@ -230,6 +231,7 @@ class ResponsesBody(Sampling):
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
+            prompt_format=self.prompt_format,
         )
 
     def _format(self) -> ResponseFormat | None:

@@ -39,6 +39,7 @@ from .limits import (
 from .messages import Messages, Tools, conversation, definitions
 
 CHOICES = "What the chat template asks for by name, such as enable_thinking."
+MessageFormat = Annotated[Literal["auto", "text"], Field(description="text: no message is a prompt in PML, whatever it looks like.")]
 
 User = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(printable)]
 
@@ -205,7 +206,7 @@ class ChatBody(Generation):
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, must, or must not; by default it may.", examples=["auto"])
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
-    prompt_format: Literal["auto", "text"] = Field("auto", description="text: no message is a prompt in PML, whatever it looks like.")
+    prompt_format: MessageFormat = "auto"
     metadata: Notes | None = Field(None, description="The client's own notes; accepted without effect.")
 
     @model_validator(mode="after")
@@ -286,6 +287,7 @@ class TokenizeBody(Body):
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template.")
     tools: Tools | None = Field(None, description="Functions, for the chat template.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    prompt_format: MessageFormat = "auto"
     add_special_tokens: bool = Field(True, description="Begin a prompt as the model wants it; a chat template does so by itself.")
     add_generation_prompt: bool = Field(True, description="End messages where the assistant's answer begins.")
 
@@ -309,6 +311,7 @@ class WarmBody(Steering):
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template without a beginning answer.")
     tools: Tools | None = Field(None, description="Functions, for the chat template.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    prompt_format: MessageFormat = "auto"
     ttl: Seconds | None = Field(None, description="How long it is kept.", examples=["30m"])
 
     @model_validator(mode="after")

@@ -699,6 +699,20 @@ def test_what_looks_like_a_prompt_of_modules_is_text_where_the_client_says_so(
     assert reply.usage.prompt_tokens_details.module_tokens == 0
 
 
+@pytest.mark.parametrize("messages", [said(BOTH), said("Hello", "Hello!", BOTH)], ids=["alone", "among others"])
+@pytest.mark.parametrize(("route", "field"), [("responses", "input"), ("cache/warm", "messages"), ("cache/pin", "messages")])
+def test_it_is_text_on_every_other_route_too(server: Live, messages: list[dict[str, str]], route: str, field: str) -> None:
+    """And the same text, as far as whoever only computes or counts it is concerned."""
+    post(server, TOUR)
+    plain = fetch(server, "/tokenize", {"messages": messages, "prompt_format": "text"}, key="one").json()["tokens"]
+    assert BOTH in fetch(server, "/detokenize", {"tokens": plain}, key="one").json()["prompt"]
+    reply = fetch(server, f"/v1/{route}", {field: messages, "prompt_format": "text"}, key="one")
+    assert reply.status_code == 200, reply.text
+    again = fetch(server, "/v1/chat/completions", {"messages": messages, "prompt_format": "text", "max_tokens": 2}, key="one").json()
+    assert again["usage"]["prompt_tokens"] == len(plain)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(plain) - len("assistant: ") - 1
+
+
 def test_other_messages_among_others_are_text(server: Live, client: openai.OpenAI) -> None:
     post(server, TOUR)
     messages = [*said(f"What does {BOTH} mean?", BOTH, f"{BOTH} I see."), {"role": "tool", "content": BOTH, "tool_call_id": "1"}]
