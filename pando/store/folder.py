@@ -52,6 +52,7 @@ class Folder:
 
     def __init__(self, directory: Path, *, shared: bool = False, clock: Callable[[], float] = time.time) -> None:
         """`shared`: by several machines."""
+        self._directory = directory
         self.root = directory / f"v{VERSION}"
         self._making = _making(directory)
         self._shared = shared
@@ -94,7 +95,7 @@ class Folder:
     def write(self, header: Header, layers: Sequence[memoryview], *, gives_way: bool = False) -> None:
         """Keeps a page, in place of what has its name; raises Lost. `gives_way`: where there is no room, the caller lets others go."""
         try:
-            write_page(self.path(header.name), self._making, header, layers)
+            self._write(header, layers)
         except OSError as error:
             why, full = f"{self.root} takes no pages ({error.strerror or error})", error.errno in _NO_ROOM
             lost = NoRoom(why) if full else Lost("full" if error.errno == errno.EFBIG else "unreadable", why)
@@ -105,6 +106,13 @@ class Folder:
         if header.name in self._pinned:
             self._pinned.remove(header.name)
             self.pin([header.name], True)
+
+    def _write(self, header: Header, layers: Sequence[memoryview]) -> None:
+        try:
+            write_page(self.path(header.name), self._making, header, layers)
+        except FileNotFoundError:  # somebody has removed the directory
+            _make(self._directory)
+            write_page(self.path(header.name), self._making, header, layers)
 
     @property
     def free(self) -> float:

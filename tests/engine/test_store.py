@@ -1043,6 +1043,19 @@ def test_a_directory_that_cannot_be_written_costs_no_answer(model: Model, tmp_pa
     engine.close()
 
 
+def test_a_directory_that_is_removed_while_it_is_used_is_made_again(model: Model, tmp_path: Path) -> None:
+    engine, prompt = engine_of(model, tmp_path / "a" / "store"), words(15, 40)
+    ask(engine, words(16, 40))
+    evict(engine)
+    shutil.rmtree(tmp_path / "a")
+    assert tokens_of(engine, prompt) == cold(model, prompt)
+    assert tokens_of(engine, words(16, 40)) == cold(model, words(16, 40))
+    engine.close()
+    second = engine_of(model, tmp_path / "a" / "store")
+    assert ask(second, prompt)[0].reuse.tiers == {"disk": 39}
+    second.close()
+
+
 def test_nothing_is_kept_below_unless_it_is_asked_for(model: Model) -> None:
     assert LLM.from_config(tiny_config(), model).engine.store is None
 

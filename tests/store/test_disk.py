@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import os
+import shutil
 import sqlite3
 import stat
 import struct
@@ -285,6 +286,20 @@ def test_an_index_that_somebody_removed_is_made_anew_for_all(tmp_path, make):
     assert other.look(keys(cards)) == 6 and mine.size == other.size
     page = other.size // 6
     assert len(mine.share(2 * page, (), keys(cards))) == 4 and other.size == 2 * page
+
+
+@pytest.mark.parametrize("gone", ["", "v1", "v1/making"])
+def test_a_directory_that_somebody_removed_is_made_again(tmp_path, make, gone):
+    mine, cards = make(), chain(6)
+    save(mine, *cards[:3])
+    shutil.rmtree(tmp_path / "kv" / gone)
+    save(mine, *cards[3:])
+    assert [read(mine.open(one.key)) for one in cards[3:]] == [data(one) for one in cards[3:]]
+    lost = mine.share(2**40, (), keys(cards))
+    assert lost == (keys(cards[:3]) if gone != "v1/making" else [])
+    other = make()
+    assert [other.look([one.key]) for one in cards] == [one.key not in lost for one in cards]
+    assert mine.size == other.size == (6 - len(lost)) * (other.used // (6 - len(lost)))
 
 
 def test_an_index_that_cannot_be_opened_anew_is_tried_again(tmp_path, make, monkeypatch):
