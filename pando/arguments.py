@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .config import EngineConfig, Parser, ServerConfig, choices, kinds, options
+from .config import RENAMED, EngineConfig, Parser, ServerConfig, choices, flag_of, kinds, options
 from .errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512
 ELSEWHERE = {  # flags of other engines, and what to do here
     **dict.fromkeys(("--model", "-m", "--model-path"), "give the model without a flag, as in `pando serve MODEL`"),
-    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"), "it is --kv-dtype here"),
-    "--block-size": "it is --page-size here",
-    **dict.fromkeys(("--ctx-size", "-c", "--context-length"), "it is --max-model-len here"),
-    **dict.fromkeys(("--max-running-requests", "--parallel", "-np"), "it is --max-num-seqs here"),
+    **{flag_of(theirs): f"it is {flag_of(ours)} here" for theirs, ours in RENAMED.items()},
+    **{"-c": "it is --max-model-len here", "-np": "it is --max-num-seqs here"},
     "--mem-fraction-static": "--gpu-memory-utilization is the share of what is free after the weights",
     **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt"), "that is on by default: leave it out"),
     **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser"), "calls are read without it: leave it out"),
@@ -201,7 +199,7 @@ def _add_options(group: "argparse._ArgumentGroup", wanted: "tuple[Field[object],
     for option in wanted:
         if option.name == "model":
             continue  # the positional argument
-        flag = "--" + option.name.replace("_", "-")
+        flag = flag_of(option.name)
         text = f"{option.metadata['doc']} ({_written(option.default)})"
         word = option.metadata["word"] or "|".join(choices(option)) or ("TEXT" if str in kinds(option) else "N")
         if bool in kinds(option):

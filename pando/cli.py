@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from . import __version__
 from .arguments import MAX_TOKENS, parse
 from .chat import Speed, chat, utf8
-from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
+from .config import EngineConfig, ServerConfig, load, load_server, misspelt, nearest, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
 from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, counted
 
@@ -152,7 +152,9 @@ def _bench(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         from .bench import PARTS
 
-        raise InvalidOption(f"there is no benchmark {argv[0]!r}; those are {', '.join(PARTS)}; see `pando bench --help`")
+        close = nearest(argv[0], list(PARTS))
+        hint = f"did you mean {close}? See" if close else f"those are {', '.join(PARTS)}; see"
+        raise InvalidOption(f"there is no benchmark {argv[0]!r}; {hint} `pando bench --help`")
     from .bench.foundation import main as foundation
 
     return foundation(argv)

@@ -9,7 +9,7 @@ import difflib
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
@@ -36,6 +36,12 @@ NO_OPTIONS = ("PANDO_HOME", "PANDO_BENCH_DATA", "PANDO_MAKE_PROMPT")  # variable
 OF_A_CLUSTER = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")  # what Kubernetes sets for a service that is called pando
 ROWS, ROWS_ON_A_GPU = 64, 256  # that run at the same time, if nothing is said
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
+RENAMED = {  # options as other engines call them, and as Pando does
+    **dict.fromkeys(("kv_cache_dtype", "cache_type_k", "cache_type_v"), "kv_dtype"),
+    "block_size": "page_size",
+    **dict.fromkeys(("ctx_size", "context_length"), "max_model_len"),
+    **dict.fromkeys(("max_running_requests", "parallel"), "max_num_seqs"),
+}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -221,8 +227,20 @@ class Parser(argparse.ArgumentParser):
         wrong = next((word for word in re.findall(r"--[\w-]+", message) if word not in flags), "")
         wrong = re.sub("^--no(?!-)", "--no-", wrong.replace("_", "-"))
         known = [flag for flag in flags if flag.startswith("--no-") == wrong.startswith("--no-")]  # never the contrary
-        close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.7)
-        raise InvalidOption(f"{message}; {f'did you mean {close[0]}? See' if close else 'see'} `{self.prog} --help`")
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            wrong, known = choice[1], re.findall(r"[\w.-]+", choice[2])
+        close = nearest(wrong, known)
+        raise InvalidOption(f"{message}; {f'did you mean {close}? See' if close else 'see'} `{self.prog} --help`")
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """What was probably meant by a misspelt word."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return close[0] if close else None
 
 
 def written_file(text: str) -> Path:
@@ -288,7 +306,12 @@ def _values(
     values: dict[str, object] = {}
     for key, value in _read(file).items() if file else ():
         if key not in in_file:
-            raise InvalidOption(f"{file}: unknown option {key!r}; known are {', '.join(in_file)}")
+            name = key.lower().replace("-", "_")
+            close = RENAMED.get(name) or nearest(name, list(in_file))
+            hint = f"did you mean {close}?" if close else f"known are {', '.join(in_file)}"
+            if isinstance(value, dict):
+                hint = "write options at the top of the file, without a [section]"
+            raise InvalidOption(f"{file}: unknown option {key!r}; {hint}")
         taken = _take(in_file[key], value, str(file))
         if key in known:
             values[key] = taken
@@ -298,7 +321,7 @@ def _values(
             values[key] = _take(option, _parse(option, environ[variable], variable), variable)
         given = cli.get(key)
         if given is not None:
-            flag = "MODEL" if key == "model" else "--" + key.replace("_", "-")
+            flag = "MODEL" if key == "model" else flag_of(key)
             values[key] = _take(option, _parse(option, given, flag) if isinstance(given, str) else given, flag)
     if unknown := set(cli) - set(known):
         raise InvalidOption(f"unknown option {sorted(unknown)[0]!r}; known are {', '.join(known)}")
@@ -388,5 +411,5 @@ def _expected(option: "Field[object]") -> str:
     if not {int, float} & set(kinds(option)):
         return "text" + or_auto
     number = "number" if float in kinds(option) else "whole number"
-    or_time = " of seconds, or such as 12h" if option.metadata["time"] else ""
-    return f"a {number} from {option.metadata['at_least']} to {option.metadata['at_most']}{or_time}{or_auto}"
+    unit, or_time = (" of seconds", ", or for example 12h") if option.metadata["time"] else ("", "")
+    return f"a {number}{unit} from {option.metadata['at_least']} to {option.metadata['at_most']}{or_time}{or_auto}"

@@ -303,7 +303,16 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("serve --no_overlap", "unknown argument '--no_overlap'; did you mean --no-overlap?"),
         ("serve --nooverlap", "unknown argument '--nooverlap'; did you mean --no-overlap?"),
         ("serve --nothing-like-it", "unknown argument '--nothing-like-it'; see `pando serve --help`"),
-        ("serve --ttl 7y", "--ttl: ttl is '7y'; it must be a whole number from 0 to 2147483647 of seconds, or such as 12h, or auto"),
+        (
+            "serve --ttl 7y",
+            "--ttl: ttl is '7y'; it must be a whole number of seconds from 0 to 2147483647, or for example 12h, or auto",
+        ),
+        ("bench serve --workload multiturn", "did you mean multi-turn? See `pando bench serve --help`"),
+        ("bench serve --workload haiku", "(choose from 'shared-prefix', 'multi-turn', 'lengths'); see `pando bench serve --help`"),
+        ("bench serv", "there is no benchmark 'serv'; did you mean serve? See `pando bench --help`"),
+        ("serv", "did you mean serve? See `pando --help`"),
+        ("serve --kv-cache-dtype fp8", "unknown argument '--kv-cache-dtype'; it is --kv-dtype here"),
+        ("serve -np 4", "unknown argument '-np'; it is --max-num-seqs here"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, line, complaint):
@@ -710,13 +719,16 @@ def test_auto_takes_back_what_an_earlier_source_set():
 @pytest.mark.parametrize(
     ("cli_values", "environ", "toml", "complaint"),
     [
-        ({}, {}, "max_seqs = 2", "pando.toml: unknown option 'max_seqs'; known are model, device"),
+        ({}, {}, "max_seqs = 2", "pando.toml: unknown option 'max_seqs'; did you mean max_num_seqs?"),
+        ({}, {}, "Max-Num-Seqs = 2", "pando.toml: unknown option 'Max-Num-Seqs'; did you mean max_num_seqs?"),
+        ({}, {}, "kv_cache_dtype = 'fp8'", "pando.toml: unknown option 'kv_cache_dtype'; did you mean kv_dtype?"),
+        ({}, {}, "temperature = 1", "pando.toml: unknown option 'temperature'; known are model, device"),
         ({}, {}, "max_num_seqs = '2'", "pando.toml: max_num_seqs is '2'; it must be a whole number"),
         ({}, {}, "prefix_caching = 1", "pando.toml: prefix_caching is 1; it must be true or false"),
         ({}, {}, "seed = true", "pando.toml: seed is True"),
         ({}, {}, "seed = 1.5", "pando.toml: seed is 1.5"),
         ({}, {}, "seed = ", "pando.toml: not valid TOML"),
-        ({}, {}, "[engine]\nseed = 1", "pando.toml: unknown option 'engine'"),
+        ({}, {}, "[engine]\nseed = 1", "pando.toml: unknown option 'engine'; write options at the top of the file"),
         ({}, {"PANDO_DTYPE": "int3"}, "", "PANDO_DTYPE: dtype is 'int3'; it must be one of auto, float32, bfloat16, float16"),
         ({}, {"PANDO_PREFIX_CACHING": "maybe"}, "", "PANDO_PREFIX_CACHING: prefix_caching is 'maybe'"),
         ({}, {"PANDO_SEED": "auto"}, "", "PANDO_SEED: seed is 'auto'"),

@@ -53,7 +53,7 @@ def test_a_file_of_the_server_serves_the_other_commands_too(tmp_path):
 @pytest.mark.parametrize(
     ("cli", "environ", "toml", "complaint"),
     [
-        ({}, {}, "prot = 2", "pando.toml: unknown option 'prot'; known are model"),
+        ({}, {}, "prot = 2", "pando.toml: unknown option 'prot'; did you mean port?"),
         ({}, {}, "port = 65536", "pando.toml: port is 65536; it must be a whole number from 0 to 65535"),
         ({}, {}, "share_prefix = 'a.txt'", "pando.toml: share_prefix is 'a.txt'; it must be a list of texts"),
         ({}, {}, "share_prefix = [1]", "pando.toml: share_prefix is (1,); it must be a list of texts"),
