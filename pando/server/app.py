@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from .. import __version__
 from ..engine.request import Tenant
@@ -333,6 +334,12 @@ def _json(reply: Mapping[str, Any]) -> Response:
     return Response(encode(reply), media_type="application/json")
 
 
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """What this path may be asked with: a path may have several routes, of which the framework names one."""
+    found = {method for route in app.routes if isinstance(route, Route) and route.path_regex.match(path) for method in route.methods or ()}
+    return sorted(found - {"HEAD"})
+
+
 def _add_failures(app: FastAPI, service: Service) -> None:
     def answer(
         status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
@@ -348,10 +355,14 @@ def _add_failures(app: FastAPI, service: Service) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = str(error.detail)
+        text, headers, asked = str(error.detail), error.headers, f"{request.method} {request.url.path[:200]}"
         if error.status_code == 404 and text == "Not Found":
-            text = f"there is no {request.method} {request.url.path[:200]}; /docs lists what there is"
-        return answer(error.status_code, text, headers=error.headers)
+            text = f"there is no route {asked}; GET /docs lists the routes"
+        elif error.status_code == 405:
+            known = _methods(app, request.url.path)
+            text = f"there is no route {asked}, but this path takes {' and '.join(known)}; GET /docs lists the routes"
+            headers = {"allow": ", ".join([*known, "HEAD"] if "GET" in known else known)}
+        return answer(error.status_code, text, headers=headers)
 
     async def own(request: Request, error: Exception) -> Response:
         status, code = next((status, code) for kind, status, code in REFUSALS if isinstance(error, kind))

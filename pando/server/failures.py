@@ -35,7 +35,6 @@ REPHRASED = {
 PLAINER = {  # what the libraries below say, as a client can use it
     "There was an error parsing the body": "the body cannot be read as JSON: it must be UTF-8, with numbers of a sane length, and "
     "not nested without end",
-    "Method Not Allowed": "this path does not know the method; /docs lists what there is",
 }
 
 

@@ -13,6 +13,14 @@ class Part(Body):
     type: Literal["text"] = Field(description="Only text is understood.")
     text: Text = Field(description="The parts of a message are joined without anything between them.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: object) -> object:
+        """One sentence about the part, and not one about each field that it has no use for."""
+        if isinstance(value, dict) and "type" in value and value["type"] != "text":
+            raise ValueError('Input should be a text part, such as {"type": "text", "text": "Hello"}; this server reads text only')
+        return value
+
 
 Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],

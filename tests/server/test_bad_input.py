@@ -146,7 +146,7 @@ CHATS = {
     "an unknown role": (spoken(messages=[{"role": "wizard", "content": "a"}]), 422, "messages.0.role: "),
     "no messages": (spoken(messages=[]), 422, "messages: "),
     "a message without content": (spoken(messages=[{"role": "user"}]), 422, "messages.0: .*content"),
-    "an image": (spoken(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 422, "messages.0.content.0.type: "),
+    "an image": (spoken(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 422, "messages.0.content.0: .*text part"),
     "half a surrogate pair": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 422, "messages.0.content: "),
     "tools that the template does not take": (spoken(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "takes no tools"),
     "a schema of an unknown type": (formed({"type": "nonsense"}), 400, "nonsense"),
@@ -281,11 +281,23 @@ def test_absurd_headers_are_refused_or_replaced_and_never_repeated(client: httpx
     assert "application/json" in refused(client.post(url, content=plain(), headers={"content-type": "text/plain"}), 400)["message"]
 
 
+def test_the_error_of_a_part_that_is_no_text_names_that_part(client: httpx.Client):
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
+    body = spoken(messages=[{"role": "system", "content": "Look."}, {"role": "user", "content": parts}])
+    error = refused(client.post("/v1/chat/completions", content=body), 422)
+    assert error["param"] == "messages.1.content.1" and error["message"].endswith("this server reads text only")
+
+
 def test_other_methods_and_paths_are_answered(client: httpx.Client):
-    assert refused(client.put("/v1/completions", content=plain()), 405)["message"].startswith("this path does not know")
+    put = client.put("/v1/completions", content=plain())
+    assert refused(put, 405)["message"] == "there is no route PUT /v1/completions, but this path takes POST; GET /docs lists the routes"
+    assert put.headers["allow"] == "POST"
+    put = client.put("/v1/schemas", content=plain())
+    assert "PUT /v1/schemas, but this path takes GET and POST; GET /docs" in refused(put, 405)["message"]
+    assert put.headers["allow"] == "GET, POST, HEAD"
     refused(client.options("/v1/completions"), 405)
     refused(client.get("/v1/completions"), 405)
-    assert "/docs" in refused(client.get("/nowhere"), 404)["message"]
+    assert refused(client.get("/nowhere"), 404)["message"] == "there is no route GET /nowhere; GET /docs lists the routes"
     refused(client.get("/v1/models/%ff%00%0a"), 404)
     head = client.head("/health")
     assert head.status_code == 200 and head.content == b"" and int(head.headers["content-length"]) > 0

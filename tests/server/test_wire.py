@@ -283,7 +283,9 @@ def test_a_flag_is_true_or_false(field: str, value: object) -> None:
         ({"role": "user"}, "messages.0: A message of role user needs content"),
         ({"role": "user", "content": 5}, "messages.0.content: Input should be a string or a list of text parts"),
         ({"role": "user", "content": "\ud800"}, "messages.0.content: Input should be a valid string"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content.0.type: Input should be 'text'"),
+        ({"role": "user", "content": [{"text": "a"}]}, "messages.0.content.0.type: This field is required"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text: This field is required"),
+        ({"role": "user", "content": ["a"]}, "messages.0.content.0: Input should be an object"),
         ({"role": "user", "content": "a", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]}, "Only an assistant"),
         ({"role": "tool", "content": "a"}, "messages.0: A message of role tool needs the tool_call_id"),
         ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}, "arguments: Input should be"),
@@ -291,6 +293,15 @@ def test_a_flag_is_true_or_false(field: str, value: object) -> None:
 )
 def test_a_message_that_is_none_is_refused_with_its_place(message: object, complaint: str) -> None:
     assert complaint in refusal(wire.ChatBody, {"messages": [message]})
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_text", "text": "a"}, {"type": None}])
+def test_a_part_that_is_no_text_gets_one_sentence_which_names_it(part: object) -> None:
+    content = [{"type": "text", "text": "a"}, part]
+    sentence = refusal(wire.ChatBody, {"messages": [{"role": "user", "content": content}]})
+    assert sentence == (
+        'messages.0.content.1: Input should be a text part, such as {"type": "text", "text": "Hello"}; this server reads text only'
+    )
 
 
 @pytest.mark.parametrize(
