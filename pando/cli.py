@@ -240,12 +240,15 @@ def _files(arguments: argparse.Namespace) -> tuple[bytes, str]:
 
 def _modular(arguments: argparse.Namespace, llm: "LLM", schema: bytes, prompt: str) -> "Prompt":
     from .engine.schemas import Prompt
+    from .schema_cli import advice
 
     start = time.perf_counter()
     folder = arguments.schema.parent
     llm.schemas.add(schema, file=str(arguments.schema), directory=folder, eager=arguments.eager, repair=arguments.repair)
     if arguments.eager and arguments.stats:
         print(f"schema encoded in {time.perf_counter() - start:.2f} s", file=sys.stderr)
+    for line in advice(llm.schemas.library.bind(prompt, file=str(arguments.prompt_file))[1], llm.tokenizer):
+        print(line, file=sys.stderr)
     return Prompt(prompt, file=str(arguments.prompt_file))
 
 

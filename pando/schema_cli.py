@@ -20,10 +20,13 @@ LEFT = frozenset({"run", "module", "encode", "state", "notes"})  # columns of wo
 
 def check(config: EngineConfig, file: Path, prompt: Path | None) -> Iterator[str]:
     """One line on the schema; with a prompt, its layout as a table."""
-    schema = _schema(config, resolve(config.model), file)
+    files = resolve(config.model)
+    schema = _schema(config, files, file)
     yield f"{file}: {_summary(schema)}"
     if prompt is not None:
-        yield from _layout(bind(schema, read_pml(prompt), file=str(prompt)))
+        bound = bind(schema, read_pml(prompt), file=str(prompt))
+        yield from _layout(bound)
+        yield from advice(bound, Tokenizer.from_directory(files.directory))
 
 
 def show(config: EngineConfig, file: Path) -> Iterator[str]:
@@ -72,6 +75,12 @@ def _layout(bound: Bound) -> Iterator[str]:
     yield from _table(["run", "tokens", "positions", "state"], rows)
     kind = "exact: it answers as the plain prompt does" if bound.exact else "modular: some modules have not seen what stands before them"
     yield f"{bound.module_tokens + bound.new_tokens} tokens, {bound.module_tokens} from the schema and {bound.new_tokens} new; {kind}"
+
+
+def advice(bound: Bound, tokenizer: Tokenizer) -> Iterator[str]:
+    """What is no error, and hardly meant."""
+    if not bound.roles and tokenizer.template() is not None:
+        yield "note: there are no roles, so the model's chat template is not used; it answers questions in <user> as in a chat"
 
 
 def _summary(schema: Schema) -> str:

@@ -69,7 +69,7 @@ def test_a_sound_schema_is_one_line(files, model, capsys):
 
 def test_a_prompt_is_shown_as_a_table_of_its_runs(files, model, capsys):
     assert run("schema", "check", files / "tour.pml", "--prompt", files / "ask.pml", "--model", model) == 0
-    _, *table, last = capsys.readouterr().out.splitlines()
+    _, *table, last, note = capsys.readouterr().out.splitlines()
     assert [line.split() for line in table] == [
         ["run", "tokens", "positions", "state"],
         ["(opening)", "8", "0-7", "cached"],
@@ -80,6 +80,13 @@ def test_a_prompt_is_shown_as_a_table_of_its_runs(files, model, capsys):
         ["(prompt)", "3", "31-33", "new"],
     ]
     assert last == "34 tokens, 28 from the schema and 6 new; modular: some modules have not seen what stands before them"
+    assert note.startswith("note: there are no roles, so the model's chat template is not used")
+
+
+def test_a_prompt_with_roles_needs_no_note(files, model, capsys):
+    (files / "ask.pml").write_text('<prompt schema="tour"><rome/><user>Go?</user></prompt>')
+    assert run("schema", "check", files / "tour.pml", "--prompt", files / "ask.pml", "--model", model) == 0
+    assert "note:" not in capsys.readouterr().out
 
 
 def test_a_check_needs_no_torch(files, model):
@@ -187,11 +194,11 @@ def test_measurements_read_their_own_arguments(monkeypatch, words, module):
 def test_run_answers_a_prompt_made_of_modules(files, llm, capsys):
     assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5) == 0
     first = capsys.readouterr()
-    assert first.out.strip() and first.err == ""
+    assert first.out.strip() and first.err.startswith("note: there are no roles") and first.err.count("\n") == 1
     assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5, "--stats") == 0
     again = capsys.readouterr()
     assert again.out == first.out
-    assert again.err.startswith("34 prompt tokens, 33 cached · ") and "modular: 15 tokens are approximate" in again.err
+    assert again.err.splitlines()[1].startswith("34 prompt tokens, 33 cached · ") and "modular: 15 tokens are approximate" in again.err
 
 
 def test_a_run_names_the_file_of_a_prompt_that_is_wrong(files, llm, capsys):
@@ -203,7 +210,7 @@ def test_a_run_names_the_file_of_a_prompt_that_is_wrong(files, llm, capsys):
 def test_an_eager_run_encodes_all_modules_first(files, llm, capsys):
     line = ["run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 2, "--stats", "--eager"]
     assert run(*line) == 0
-    encoded, told = capsys.readouterr().err.splitlines()
+    encoded, _, told = capsys.readouterr().err.splitlines()
     assert encoded.startswith("schema encoded in ") and told.startswith("34 prompt tokens, 28 cached · ")
 
 

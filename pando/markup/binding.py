@@ -28,6 +28,7 @@ class Bound:
     names: tuple[str, ...]
     imported: tuple[str, ...]  # paths of modules
     exact: bool  # the states are those of the plain prompt
+    roles: tuple[str, ...]  # of the schema and the prompt, in their order here
 
     @property
     def module_tokens(self) -> int:
@@ -89,7 +90,8 @@ class _Walk:
     def bound(self, steps: Sequence[Step], *, joint: bool) -> Bound:
         self._joint = self._states() if joint else {}
         self._prompt(steps)
-        return _bound(self.schema, self.placed, tuple([module.path for module in self.reading.imported]), self.at)
+        imported = tuple([module.path for module in self.reading.imported])
+        return _bound(self.schema, self.placed, imported, tuple(self.history), self.at)
 
     def _prompt(self, steps: Sequence[Step]) -> None:
         opening, items = self.schema.laid.opening, self.schema.outline.root.items
@@ -232,7 +234,7 @@ class _Walk:
             self.position = max(self.position, self.schema.laid.end)
 
 
-def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...], at: Place) -> Bound:
+def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...], roles: tuple[str, ...], at: Place) -> Bound:
     if not placed:
         raise at.wrong("an empty prompt; import a module, or write some text")
     if placed[-1].run.end > schema.facts.max_len:
@@ -248,7 +250,7 @@ def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...],
         else:
             groups.append([one])
     found = [group[0] if len(group) == 1 else _joined(group) for group in groups]
-    return Bound(tuple([one.run for one in found]), tuple([one.name for one in found]), imported, exact)
+    return Bound(tuple([one.run for one in found]), tuple([one.name for one in found]), imported, exact, roles)
 
 
 def _joined(group: Sequence[_Placed]) -> _Placed:
