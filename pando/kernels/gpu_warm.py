@@ -44,14 +44,10 @@ def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
         yield joined(page_size, reads), positions
         yield joined(page_size, reads), torch.cat((positions, positions[:1]))
         if new == 1:
-            yield _unseen(joined(page_size, reads), rows * page_size // 2), positions
+            yield joined(page_size, reads, rows * page_size // 2), positions
         for prompt in PROMPTS if new == 1 else ():
             beside = _read(page_size, prompt, 0, range(rows, rows + prompt))
             yield joined(page_size, [*reads, beside]), torch.cat((positions, torch.arange(prompt)))
-
-
-def _unseen(reads: Reads, keys: int) -> Reads:
-    return Reads(*tuple(reads)[:-1], keys)
 
 
 def _read(page_size: int, tokens: int, first: int, queries: range) -> tuple[list[int], int, int, range, list[int]]:

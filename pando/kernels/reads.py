@@ -57,10 +57,11 @@ class Reads(NamedTuple):
         return map(self.read, range(len(self)))
 
 
-def joined(page_size: int, reads: Sequence[tuple[Sequence[int], int, int, Sequence[int], Sequence[int]]]) -> Reads:
+def joined(page_size: int, reads: Sequence[tuple[Sequence[int], int, int, Sequence[int], Sequence[int]]], unseen: int = 0) -> Reads:
     """From (pages, tokens, first, queries, shifts) of each read: for few of them, and for tests."""
     pages, tokens, first, queries, shifts = zip(*reads, strict=True) if reads else ((),) * 5
-    return Reads(page_size, _flat(pages), _starts(pages), _flat([tokens]), _flat([first]), _flat(queries), _starts(queries), _flat(shifts))
+    lists = _flat(pages), _starts(pages), _flat([tokens]), _flat([first]), _flat(queries), _starts(queries), _flat(shifts)
+    return Reads(page_size, *lists, unseen)
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> Ints:

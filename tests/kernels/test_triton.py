@@ -163,7 +163,7 @@ def test_many_ends_of_one_query_are_read_so_where_heads_have_keys_of_their_own()
     ) -> int:
         reads = [([0], 64, 0, range(shared), [0] * shared)]
         reads += [([row] * (tokens // 64), tokens, 64, [row], [0]) for row in range(rows)]
-        some = Reads(*tuple(joined(64, reads))[:-1], 30 * rows)
+        some = joined(64, reads, 30 * rows)
         return sizes(Geometry(heads, kv_heads, 128, 1.0, slopes=slopes), torch.bfloat16, some, 132)[1].heads
 
     assert heads(64) == 2
@@ -179,8 +179,8 @@ def test_short_ends_are_read_key_by_key_if_there_are_enough_to_wait_for_memory()
     from pando.kernels.gpu_tiles import sizes
 
     def is_exact(rows: int, tokens: int, unseen: int = 0, kv_heads: int = 8) -> bool:
-        reads = joined(64, [([row] * (tokens // 64), tokens, 0, [row], [0]) for row in range(rows)])
-        return sizes(Geometry(32, kv_heads, 128, 1.0), torch.bfloat16, Reads(*tuple(reads)[:-1], rows * unseen), kv_heads // 2)[1].exact
+        reads = joined(64, [([row] * (tokens // 64), tokens, 0, [row], [0]) for row in range(rows)], rows * unseen)
+        return sizes(Geometry(32, kv_heads, 128, 1.0), torch.bfloat16, reads, kv_heads // 2)[1].exact
 
     assert is_exact(9, 64)
     assert not is_exact(9, 128), "their last blocks are full"
@@ -329,7 +329,7 @@ def test_halves_of_a_read_are_uneven_only_beside_blocks_that_wait_for_room() -> 
     def halves(tail: int, unseen: int) -> set[int]:
         reads = [(list(range(256)), 16384, 0, list(range(256)), [0] * 256)]
         reads += [([256 + row] * (tail // 64), tail, 16384, [row], [0]) for row in range(256)]
-        given = Reads(*tuple(joined(64, reads))[:-1], 256 * unseen)
+        given = joined(64, reads, 256 * unseen)
         cut = Tiles.cut(given, 256, geometry, *sizes(geometry, torch.bfloat16, given, 132), 132)
         large = cut.tiles[: cut.launches[0]]
         return set((large[:, 7] - large[:, 1]).tolist())
