@@ -4,6 +4,7 @@ import fcntl
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -154,22 +155,26 @@ def drain(engine: Engine, steps: int = 10_000) -> dict[tuple[str, int], list[Tok
 
 
 class Interrupt:
-    """Ctrl-C before a line of some modules: the one at this place, counted from when it is entered."""
+    """Ctrl-C at the moment in some modules that has this number, counted from when it is entered: before a line, or when something
+    written in C has just answered. `times`: so often at once."""
 
-    def __init__(self, modules: Iterable[ModuleType], place: int) -> None:
-        self._files, self._place, self.lines = {module.__file__ for module in modules}, place, 0
+    def __init__(self, modules: Iterable[ModuleType], place: int, times: int = 1) -> None:
+        self._files, self._place, self._times, self.moments = {module.__file__ for module in modules}, place, times, 0
 
     def __enter__(self) -> "Interrupt":
         sys.settrace(self._trace)
+        sys.setprofile(self._trace)
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         if frame.f_code.co_filename not in self._files:
             return None
-        self.lines += event == "line"
-        if event == "line" and self.lines == self._place:
-            raise KeyboardInterrupt
+        if event in ("line", "c_return"):
+            self.moments += 1
+            for _ in range(self._times if self.moments == self._place else 0):
+                signal.raise_signal(signal.SIGINT)
         return self._trace

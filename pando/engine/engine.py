@@ -90,7 +90,7 @@ class Engine:
         self._overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
         self._flight: Flight | None = None
         self._amended = False  # a token of the last step was not what the next one was fed: it may be so again, and is looked at first
-        self._whole, self._settled = Whole(self._begin_again, self._drop_cancelled), 0.0
+        self.whole, self._settled = Whole(self._begin_again, self._drop_cancelled), 0.0
         self._cancelled, self._events = list[str](), deque[TokenEvent]()  # requests; and what nobody has heard of yet
 
     def warm_up(self, *, capture: bool = True) -> None:
@@ -102,7 +102,7 @@ class Engine:
 
     def tend(self) -> float | None:
         """What there is to do although nobody asks for anything; answers in how many seconds there is more of it, if it is known."""
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             self.expire_pins()
             self.scheduler.tend()
         return TENDED if self._is_moving else None
@@ -115,16 +115,17 @@ class Engine:
 
     def close(self) -> None:
         """What is on its way to the tiers below the pool arrives there; afterwards there is nothing to do for this engine."""
-        with self._whole.undisturbed():
-            self.scheduler.detach()
-        self.truncations.below = None
-        self.store = None
+        if self.store is not None:
+            with self.whole.undisturbed(), self.whole.breakable():
+                self.store.go()
+                self.truncations.below = self.store = None
+                self.scheduler.detach()
 
     # ---- requests
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises what is wrong with it; nothing of a refused request is kept."""
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             self._queue(self.cutting.rows(request))
 
     def _queue(self, rows: Sequence[Row]) -> None:
@@ -136,7 +137,7 @@ class Engine:
         """Drops a request's rows; what they computed stays in the tree. In the middle of other work (a garbage collector may close a stream
         at any time) it waits for the end of that."""
         self._cancelled.append(request_id)
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             pass
 
     def _drop_cancelled(self) -> None:
@@ -188,13 +189,13 @@ class Engine:
     def _whole_or_not_at_all(self) -> Iterator[None]:
         """A step that is cut short (Ctrl-C, no memory) leaves states half written. Its rows go on from their tokens, without them, and
         where there was no memory, in smaller steps."""
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             try:
                 yield
             except Lost:
-                self._whole.surely(self.scheduler.unload)
+                self.whole.surely(self.scheduler.unload)
             except torch.OutOfMemoryError:
-                self._whole.begin_again()
+                self.whole.begin_again()
                 if self.graphs is not None and self.graphs.let_go():
                     return
                 if not self.scheduler.shrink():
@@ -202,7 +203,7 @@ class Engine:
                 sizes = self.scheduler.budget, self.scheduler.max_rows
                 log.warning("a step did not fit into the memory; from now on it has at most %d tokens of %d rows", *sizes)
             except BaseException as error:
-                self._whole.begin_again()
+                self.whole.begin_again()
                 if not self.batcher.falls_back(error):
                     raise
                 self.graphs = None
@@ -224,13 +225,15 @@ class Engine:
         if not schedule.rows:
             if self.scheduler.starved and not self._is_moving:  # else there may be more room soon
                 self.pins.give_way()
-            self.scheduler.wait()
+            with self.whole.breakable():
+                self.scheduler.wait()
             return torch.empty(0, self.model.config.vocab_size)
         batch = self.batcher.prepare(schedule, self._unread)
-        logits = self.graphs.forward(batch, layered=bool(schedule.loads)) if self.graphs is not None else None
-        if logits is None:
-            self.pool.departure = schedule.departure  # what was captured has no moment between two layers
-            logits = self.model.decoder.forward(self.batcher.step(batch), self.pool)
+        with self.whole.breakable():
+            logits = self.graphs.forward(batch, layered=bool(schedule.loads)) if self.graphs is not None else None
+            if logits is None:
+                self.pool.departure = schedule.departure  # what was captured has no moment between two layers
+                logits = self.model.decoder.forward(self.batcher.step(batch), self.pool)
         if schedule.departure is not None:
             schedule.departure.computed(self.model.config.layers)
         return logits
@@ -253,7 +256,8 @@ class Engine:
         self.scheduler.settle(schedule)  # while the device computes: whatever is asked of it now comes behind that
         while self._begun:
             self._begun.popitem()[1].prepare()
-        chosen, are_fed = flight.read()
+        with self.whole.breakable():
+            chosen, are_fed = flight.read()
         self._amended = not are_fed
         if not are_fed and self._flight is not None:
             self._flight = None
@@ -300,27 +304,17 @@ class Engine:
     def stats(self) -> Stats:
         scheduler = self.scheduler
         return Stats(
-            steps=self.steps,
-            plans=self.batcher.plans_made,
-            preemptions=scheduler.preemptions,
-            pages=self.pages.count,
-            pages_in_use=self.pages_in_use,
-            pages_cached=self.tree.pages,
-            pages_evictable=self.tree.evictable(),
-            pages_pinned=self.pins.pages,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(self.cutting),
-            attention=self._attention,
-            shared_reads=self.totals.shared_reads,
-            shared_rows=self.totals.shared_rows,
-            read_bytes=self.totals.read_bytes,
-            flat_bytes=self.totals.flat_bytes,
+            steps=self.steps, plans=self.batcher.plans_made, preemptions=scheduler.preemptions,
+            pages=self.pages.count, pages_in_use=self.pages_in_use, pages_cached=self.tree.pages, pages_evictable=self.tree.evictable(),
+            pages_pinned=self.pins.pages, running=len(scheduler.running), waiting=len(scheduler.waiting) + len(self.cutting),
+            attention=self._attention, shared_reads=self.totals.shared_reads, shared_rows=self.totals.shared_rows,
+            read_bytes=self.totals.read_bytes, flat_bytes=self.totals.flat_bytes,
             store=self.store.facts() if self.store is not None else None,
-        )
+        )  # fmt: skip
 
     def clear_cache(self) -> None:
         """Forgets whatever is neither pinned nor needed by a running request."""
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             self.pages.give(self.tree.clear())
 
     # ---- keeping
@@ -335,7 +329,7 @@ class Engine:
             raise InvalidOption("prefix_caching is off, so nothing is kept that could be pinned; turn it on")
         now, keys, home = self.scheduler.clock(), list[Key](), self.admission.lineage(tenant, public)
         extend_keys(keys, home, tokens, self.pages.page_size)
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             self.expire_pins()
             self.scheduler.clear_away()
             turn = None if session is None or not (pages := asked // self.pages.page_size) else Turn(session, keys[pages - 1])
@@ -390,7 +384,7 @@ class Engine:
     def holds(self, run: Run, tenant: Tenant) -> bool:
         """Are the states of a run in the cache?"""
         [want] = wants(self.admission.tenant(tenant), [run], self.pages.page_size)
-        with self._whole.undisturbed():
+        with self.whole.undisturbed():
             self.scheduler.clear_away()
             found = find(self.tree, want, self.scheduler.clock())
             if found is not None:

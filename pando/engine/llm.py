@@ -3,8 +3,8 @@
 import itertools
 import os
 import sys
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .pace import measure_before_choosing
 from .request import Request, RequestOutput, SamplingParams, Span, StructuredOutputsParams, Tenant, TokenEvent
 from .schemas import Prompt, Schemas
 from .sizing import context_of
+from .stream import Inbox, Stream
 
 
 def loaded(config: EngineConfig) -> Model:
@@ -32,7 +33,7 @@ def loaded(config: EngineConfig) -> Model:
     return load(config.model, **how, compiled=config.native, check=lambda facts: context_of(facts, config))
 
 
-_NOBODYS: deque[TokenEvent] = deque(maxlen=0)
+_NOBODYS = Inbox(maxlen=0)
 
 
 class LLM:
@@ -114,11 +115,10 @@ class LLM:
         self.tokenizer = self.engine.model.tokenizer
         self._grammars = Grammars(self.tokenizer, self.engine.model.config.vocab_size, self.tokenizer.eos)
         self._ids = itertools.count()
-        self._lock = Lock()  # one thread at a time steps the engine, and finds tokens for all
+        self._lock = Lock(lambda: self.engine.whole.may_break)  # one thread at a time steps the engine, and finds tokens for all
         self._tenant = Tenant(config.cache_salt.encode())
         self.schemas = Schemas(self.engine, encoder=self._make)
-        self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: whoever steps the engine, nobody's tokens are lost
-        self._heard: deque[TokenEvent] = deque()  # and not handed over yet
+        self._inboxes: dict[str, Inbox] = {}  # by request: whoever steps the engine, nobody's tokens are lost
         self._closed = False
 
     def close(self) -> None:
@@ -227,24 +227,11 @@ class LLM:
     def score(self, prompt: AnyPrompt) -> list[float]:
         """The logprob of each token after the first, given those before it."""
         request = self._request(self._encode(prompt), SamplingParams(max_tokens=1, temperature=0), score=True)
-        return [value for event in self._stream(request) for value in event.prompt_logprobs or ()]
+        with closing(self._stream(request)) as events:
+            return [value for event in events for value in event.prompt_logprobs or ()]
 
-    def _stream(self, request: Request) -> Iterator[TokenEvent]:
-        events = self._events(request)
-        next(events)  # it is queued, or refused, now; and from here on closing cancels it, even before the first token
-        return events  # type: ignore[return-value]
-
-    def _events(self, request: Request) -> Generator[TokenEvent | None, None, None]:
-        try:
-            inbox = self._open([request])
-            yield None
-            open_answers = request.params.n
-            while open_answers:
-                event = self._next(inbox)
-                open_answers -= event.finish_reason is not None
-                yield event
-        finally:
-            self._close([request])
+    def _stream(self, request: Request) -> Stream:
+        return Stream(request, self._open, self._fill, self._close)
 
     def _finish(self, prompts: Sequence[Given], texts: Sequence[str | None], params: Params, use_tqdm: bool) -> list[RequestOutput]:
         requests = [self._request(prompt, one) for prompt, one in zip(prompts, each(params, len(prompts)), strict=True)]
@@ -254,7 +241,8 @@ class LLM:
             inbox = self._open(requests)
             progress = _Progress(left, use_tqdm)
             while left:
-                event = self._next(inbox)
+                self._fill(inbox)
+                event = inbox.popleft()
                 finished = append(outputs[event.request_id], event)
                 progress.advance(finished)
                 left -= finished
@@ -263,8 +251,8 @@ class LLM:
             self._close(requests)
         return list(outputs.values())
 
-    def _open(self, requests: Sequence[Request]) -> deque[TokenEvent]:
-        inbox: deque[TokenEvent] = deque()
+    def _open(self, requests: Sequence[Request]) -> Inbox:
+        inbox = Inbox()
         with self._lock:
             self._check_open()
             for request in requests:
@@ -272,13 +260,12 @@ class LLM:
                 self._inboxes[request.request_id] = inbox
         return inbox
 
-    def _next(self, inbox: deque[TokenEvent]) -> TokenEvent:
+    def _fill(self, inbox: Inbox) -> None:
         """Steps the engine until there is something in the inbox. What comes for others waits in theirs."""
         while not inbox:
             with self._lock:
                 if not inbox:  # another thread may have stepped it meanwhile
                     self._step()
-        return inbox.popleft()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -286,9 +273,8 @@ class LLM:
 
     def _step(self) -> None:
         self._check_open()
-        self._heard.extend(self.engine.step())
-        while self._heard:  # if it is cut short (Ctrl-C), whoever steps next hands over the rest
-            self._inboxes.get(self._heard[0].request_id, _NOBODYS).append(self._heard.popleft())
+        for event in self.engine.step():  # whoever is interrupted (Ctrl-C) has handed over all of them
+            self._inboxes.get(event.request_id, _NOBODYS).append(event)
 
     def _close(self, requests: Sequence[Request]) -> None:
         if not self._lock.is_ours:  # a stream that a forked process has, too

@@ -235,15 +235,15 @@ class Scheduler:
 
     def detach(self) -> None:
         """Nothing below the pool is asked any more: what is on its way to it arrives, and rows compute what is missing."""
-        if self.below is None:
-            return
-        self.below.store.go()
-        for row in [row for row in (*self.running, *self.loading) if row.load is not None]:
-            self._preempt(row)
-        all(load.finish() for load, _ in self.below.limbo)  # those behind one that does not end wait for it, too
-        self.tend()
-        self.below.close()
-        self.below = self._holding.below = None
+        assert self.below is not None
+        try:
+            for row in [row for row in (*self.running, *self.loading) if row.load is not None]:
+                self._preempt(row)
+            all(load.finish() for load, _ in self.below.limbo)  # those behind one that does not end wait for it, too
+            self.tend()
+            self.below.close()
+        finally:  # whoever is interrupted leaves the rest: it is not known how much of it was done
+            self.below = self._holding.below = None
 
     def settle(self, schedule: Schedule) -> None:
         """What was computed belongs to the row; pages that are full now belong to the tree."""

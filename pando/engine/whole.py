@@ -10,6 +10,7 @@ class Whole:
         what came up meanwhile, since a garbage collector may close a stream at any time."""
         self._begin_again, self._behind = begin_again, behind
         self._at_work = self._torn = False  # the second: something was cut short
+        self.may_break = False  # what is cut short now is known to be
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -33,6 +34,15 @@ class Whole:
                     self.surely(self._behind)
         finally:
             self._at_work = False
+
+    @contextmanager
+    def breakable(self) -> Iterator[None]:
+        """What takes long, and changes nothing but states: whoever waits for it may break it off."""
+        try:
+            self.may_break = True
+            yield
+        finally:
+            self.may_break = False
 
     def begin_again(self) -> None:
         self.surely(self._begin_again)

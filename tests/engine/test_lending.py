@@ -533,7 +533,7 @@ def test_ctrl_c_while_it_is_decided_who_runs_loses_nobody(model: Model, tmp_path
         assert said == wanted, f"interrupted before line {place}"
         whole(engine)
         engine.close()
-        return interrupt.lines
+        return interrupt.moments
 
     every = lines(0)
     assert every > 1000
@@ -566,7 +566,7 @@ def test_ctrl_c_outside_of_a_step_loses_nobody_and_no_page(model: Model, tmp_pat
         assert {name: said[name] for name in wanted} == wanted, f"interrupted before line {place} behind {steps} steps"
         whole(engine)
         engine.close()
-        return interrupt.lines
+        return interrupt.moments
 
     dice, every = random.Random(outside), [lines(0, steps) for steps in range(3)]
     assert min(every) > 10

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from pando.config import EngineConfig
-from pando.engine import llm as llm_
 from pando.engine.llm import LLM
 from pando.engine.request import Request, SamplingParams
 from pando.errors import (
@@ -34,7 +33,7 @@ from pando.errors import (
 from pando.kernels.reference import Read, attend
 from pando.model.decoder import Step
 
-from ..tiny import END, VOCAB, Interrupt, greedy, tiny_llm, tiny_model, write_checkpoint
+from ..tiny import END, VOCAB, greedy, tiny_llm, tiny_model, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -529,23 +528,6 @@ def test_a_process_that_is_forked_is_told_to_make_its_own(tmp_path: Path) -> Non
         assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 7
         assert [event.token for event in stream] == first
         assert llm.generate([[1, 2, 3] * 10], params)[0].outputs[0].token_ids == first
-
-
-def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted() -> None:
-    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    wanted = tiny_llm().generate([[4, 5, 6]], params)[0].outputs[0].token_ids
-    place, came = 1, True
-    while came:
-        llm = tiny_llm()
-        one, other = llm.stream([1, 2, 3], params), llm.stream([4, 5, 6], params)
-        try:
-            with Interrupt([llm_], place):
-                next(one)  # which finds tokens for both
-            came = False
-        except KeyboardInterrupt:
-            place += 1
-        assert [event.token for event in other] == wanted, f"interrupted before line {place}"
-    assert place > 5
 
 
 def test_one_that_is_forgotten_gives_back_its_memory_and_its_threads(tmp_path: Path) -> None:
