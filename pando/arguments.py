@@ -17,8 +17,8 @@ ELSEWHERE = {  # flags of other engines, and what to do here
     **{flag_of(theirs): f"it is {flag_of(ours)} here" for theirs, ours in RENAMED.items()},
     **{"-c": "it is --max-model-len here", "-np": "it is --max-num-seqs here"},
     "--mem-fraction-static": "--gpu-memory-utilization is the share of what is free after the weights",
-    **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt"), "that is on by default: leave it out"),
-    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser"), "calls are read without it: leave it out"),
+    **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt"), "this is on by default: leave it out"),
+    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser"), "calls are recognised without it: leave it out"),
     **dict.fromkeys(
         ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size"), "Pando runs on one GPU: leave it out"
     ),
@@ -45,10 +45,10 @@ def _take_words(arguments: argparse.Namespace, late: list[str]) -> list[str]:
     words = [word for word in (arguments.model, arguments.prompt, *late) if word is not None]
     is_modular = arguments.schema is not None or arguments.prompt_file is not None
     if not words and not is_modular:
-        raise InvalidOption("the following arguments are required: PROMPT; see `pando run --help`")
+        raise InvalidOption("there is no prompt; give it as PROMPT, or - to read it from standard input; see `pando run --help`")
     prompts = 0 if is_modular else 1
     if prompts and len(words) == 1 and _is_model(words[0]):
-        raise InvalidOption(f"{words[0]} is a model, and there is no prompt; give it after the model, or - to read it from standard input")
+        raise InvalidOption(f"{words[0]} is a model, and there is no prompt; give one after it, or - to read one from standard input")
     arguments.prompt = words[min(len(words), 1 + prompts) - 1] if prompts else None
     arguments.model = words[0] if len(words) > prompts else None
     return words[1 + prompts :]
@@ -71,7 +71,7 @@ def parser() -> Parser:
     _add_server(serve)
     _add_engine(serve)
 
-    about = "Talk to a model; over a pipe, every line is a turn."
+    about = "Talk to a model. When input comes from a pipe, every line is a turn."
     chat = commands.add_parser("chat", help="talk to a model", description=about, allow_abbrev=False)
     _add_model(chat)
     _add_config(chat)
@@ -84,35 +84,35 @@ def parser() -> Parser:
     run.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
     run.add_argument("--schema", type=Path, metavar="FILE", help="a schema in PML, with --prompt in place of PROMPT")
     run.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
-    run.add_argument("--eager", action="store_true", help="encode all modules of the schema first, and not those that are asked for")
+    run.add_argument("--eager", action="store_true", help="encode all modules of the schema first, and not only those in the prompt")
     run.add_argument("--repair", type=float, metavar="R", help="the share of module tokens to compute again, from 0 to 1 (0)")
-    run.add_argument("--stats", action="store_true", help="tell on standard error what was reused and how long it took")
-    run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without its chat template")
+    run.add_argument("--stats", action="store_true", help="print on standard error what was reused and how long it took")
+    run.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, without the chat template")
     run.add_argument("--json", action="store_true", help="print one JSON object with the answer, its tokens and what was cached")
     run.add_argument("--n", type=int, default=1, metavar="N", help="answers to the same prompt (1); they share its cache")
     run.add_argument(
         "--truncation",
         choices=("auto", "disabled"),
         default="disabled",
-        help="auto: the oldest part of a prompt that does not fit is dropped (disabled)",
+        help="for a prompt that does not fit: auto drops its oldest part, disabled refuses it (disabled)",
     )
     _add_config(run)
     _add_sampling(run)
     _add_engine(run)
 
-    about = "Fetch a model, so that later starts need no network."
-    pull = commands.add_parser("pull", help="fetch a model", description=about, allow_abbrev=False)
+    about = "Download a model, so that later starts need no network."
+    pull = commands.add_parser("pull", help="download a model", description=about, allow_abbrev=False)
     _add_model(pull)
     pull.add_argument("--list", action="store_true", help="list the catalogue instead")
     _add_config(pull)
 
-    _add_schema(commands.add_parser("schema", help="look at a schema in PML, or measure it", allow_abbrev=False))
+    _add_schema(commands.add_parser("schema", help="check or show a schema in PML, or measure its answers", allow_abbrev=False))
 
-    _add_cache(commands.add_parser("cache", help="look at what is kept on disk, check it, or remove it", allow_abbrev=False))
+    _add_cache(commands.add_parser("cache", help="list, check, pin or remove what is kept on disk", allow_abbrev=False))
 
     commands.add_parser(
         "bench",
-        help="measure Pando beside transformers, or a part of it; `pando bench --help` names the parts",
+        help="measure Pando beside transformers, or parts of Pando; `pando bench --help` lists them",
         add_help=False,
     )
     commands.add_parser("version", help="print the version")
@@ -122,35 +122,35 @@ def parser() -> Parser:
 def _add_schema(to: argparse.ArgumentParser) -> None:
     actions = to.add_subparsers(dest="action", metavar="ACTION", required=True)
     abouts = {
-        "check": "Read a schema and lay it out; with a prompt, show where each of its runs stands and which are computed.",
+        "check": "Check a schema for errors; with a prompt, show at which position each of its runs stands and which are computed.",
         "show": "List the modules of a schema: tokens, bytes of KV cache, unions, params.",
     }
     for name, about in abouts.items():
         action = actions.add_parser(name, help=about, description=about, allow_abbrev=False)
-        action.add_argument("file", type=Path, metavar="FILE", help="a schema in PML; src is read below its directory")
+        action.add_argument("file", type=Path, metavar="FILE", help="a schema in PML; its src names files below its directory")
         if name == "check":
             action.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
         model = next(option for option in options() if option.name == "model")
-        action.add_argument("--model", metavar="MODEL", help=f"whose tokenizer counts ({model.default})")
+        action.add_argument("--model", metavar="MODEL", help=f"the model whose tokenizer is used ({model.default})")
         _add_config(action)
         _add_engine(action)
-    actions.add_parser("quality", help="compare modular answers with exact ones, on prompts of your own", add_help=False)
+    actions.add_parser("quality", help="compare modular answers with exact ones, on your own prompts", add_help=False)
 
 
 def _add_cache(to: argparse.ArgumentParser) -> None:
     actions = to.add_subparsers(dest="action", metavar="ACTION", required=True)
     abouts = {
         "ls": "List the conversations that are kept, last used first.",
-        "stat": "Tell how much is kept, of which models and tenants.",
-        "verify": "Read everything that is kept and compare it with its checksums; the exit code is 1 where something is bad.",
-        "purge": "Remove what is kept. A server that runs meanwhile computes it again when it is needed.",
-        "pin": "Keep the conversations up to these pages, whatever their age; servers know it from their next start on.",
-        "unpin": "Let them go like any other.",
+        "stat": "Show how much is kept, for which models and tenants.",
+        "verify": "Read everything that is kept and compare it with its checksums; the exit code is 1 if something is bad.",
+        "purge": "Remove what is kept. A running server computes it again when it is needed.",
+        "pin": "Keep the conversations up to these pages, whatever their age; servers read pins when they start.",
+        "unpin": "Remove such pins, so that the conversations may be removed like any other.",
     }
     added = {name: actions.add_parser(name, help=about, description=about, allow_abbrev=False) for name, about in abouts.items()}
     for action in added.values():
         action.add_argument("--disk-dir", metavar="DIR", help="the directory (`store` in Pando's cache folder)")
-        action.add_argument("--remote", metavar="URL", help="a remote instead; on a server of Redis' protocol there are stat and purge")
+        action.add_argument("--remote", metavar="URL", help="work on a remote instead; on a Redis server, only stat and purge exist")
         action.add_argument("--json", action="store_true", help="print one JSON object")
         _add_config(action)
     added["ls"].add_argument("--pages", action="store_true", help="list every page instead")
@@ -158,11 +158,13 @@ def _add_cache(to: argparse.ArgumentParser) -> None:
     for name in ("pin", "unpin"):
         added[name].add_argument("keys", nargs="+", metavar="KEY", help="the beginning of a key, as `pando cache ls` shows it")
     purge = added["purge"]
-    purge.add_argument("--tenant", metavar="SALT", help="what was kept under this cache_salt")
-    purge.add_argument("--api-key", metavar="KEY", help="what a server kept for this key, without a cache_salt or under that of --tenant")
-    purge.add_argument("--tag", metavar="TAG", help="what is kept for the tenant that `pando cache ls` shows like this")
-    purge.add_argument("--older-than", metavar="AGE", help="what was not used for so long, such as 7d, and is not pinned")
-    purge.add_argument("--all", action="store_true", help="everything")
+    purge.add_argument("--tenant", metavar="SALT", help="remove what was kept under this cache_salt")
+    purge.add_argument(
+        "--api-key", metavar="KEY", help="remove what a server kept for this API key, without a salt or under that of --tenant"
+    )
+    purge.add_argument("--tag", metavar="TAG", help="remove what is kept for the tenant with this tag in `pando cache ls`")
+    purge.add_argument("--older-than", metavar="AGE", help="remove what was not used for this long, such as 7d, and is not pinned")
+    purge.add_argument("--all", action="store_true", help="remove everything")
 
 
 def _add_model(to: argparse.ArgumentParser) -> None:
@@ -171,27 +173,27 @@ def _add_model(to: argparse.ArgumentParser) -> None:
 
 
 def _add_config(to: argparse.ArgumentParser) -> None:
-    to.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of options, such as pando.toml")
+    to.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with options, such as pando.toml")
 
 
 def _add_sampling(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("the answer")
     group.add_argument("--system", metavar="TEXT", help="the system prompt")
-    group.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"tokens of one answer ({MAX_TOKENS})")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token, always the same (0)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that make up P (1)")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: all (0)")
+    group.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"the most tokens an answer may have ({MAX_TOKENS})")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: always the likeliest token (0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that add up to P (1)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: from all (0)")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens less likely than P times the likeliest (0)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be given several times")
 
 
 def _add_engine(to: argparse.ArgumentParser) -> None:
-    about = "Each may also stand in the TOML file, or in the environment: PANDO_MAX_NUM_SEQS=8."
+    about = "Each may also be set in the TOML file, or in the environment: PANDO_MAX_NUM_SEQS=8."
     _add_options(to.add_argument_group("the engine", about), options())
 
 
 def _add_server(to: argparse.ArgumentParser) -> None:
-    about = "Each may also stand in the TOML file, or in the environment, several values separated by commas: PANDO_API_KEY=one,two."
+    about = "Each may also be set in the TOML file, or in the environment; commas separate several values: PANDO_API_KEY=one,two."
     _add_options(to.add_argument_group("the server", about), options(ServerConfig))
 
 

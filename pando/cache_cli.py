@@ -46,13 +46,13 @@ def cache(arguments: argparse.Namespace, config: EngineConfig, out: Out = print,
     directory = Path(config.disk_dir).expanduser() if config.disk_dir is not None else Shelf.of_user().store
     if arguments.remote is not None:
         if arguments.disk_dir is not None:
-            raise InvalidOption("--disk-dir and --remote are two places; give one of them")
+            raise InvalidOption("--disk-dir and --remote are different places; give only one of them")
         shared = directory_of(arguments.remote)
         if shared is None:
             return _on_server(arguments, config, out)
         directory = shared
     if not (directory / f"v{VERSION}").is_dir():
-        raise InvalidOption(f"nothing is kept in {directory}; name the directory of a server with --disk-dir, or of machines with --remote")
+        raise InvalidOption(f"nothing is kept in {directory}; name a server's directory with --disk-dir, or a shared one with --remote")
     with closing(Folder(directory, shared=arguments.remote is not None)) as folder:
         commands = {"ls": _ls, "stat": _stat, "verify": _verify, "purge": _purge, "pin": _pin, "unpin": _pin}
         code, told, lines = commands[arguments.action](folder, arguments, config, time.time() if now is None else now)
@@ -114,7 +114,7 @@ def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig,
     if arguments.remove:
         folder.remove([finding.name for finding in bad])
     said = f"{counted(len(findings), 'page')}, {size_of(sum(finding.size for finding in findings))}: "
-    fate = "removed" if arguments.remove else "computed again when it is needed; --remove takes it away now"
+    fate = "removed" if arguments.remove else "computed again when it is needed; --remove removes it now"
     lines = [f"{finding.name[1].hex()[:SHOWN]}  {finding.lost}" for finding in bad]
     facts = [{"key": finding.name[1].hex(), "reason": finding.lost.reason} for finding in bad if finding.lost]
     told: dict[str, object] = {"pages": len(findings), "bytes": sum(finding.size for finding in findings), "bad": facts}
@@ -192,12 +192,12 @@ def _pin(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, no
 def _on_server(arguments: argparse.Namespace, config: EngineConfig, out: Out) -> int:
     """It has no index: what is there is found by looking at everything, and when it was used nobody knows but the server."""
     if arguments.action not in ("stat", "purge"):
-        raise InvalidOption(f"`pando cache {arguments.action}` works on directories; on a server there are `stat` and `purge`")
+        raise InvalidOption(f"`pando cache {arguments.action}` works only on directories; on a server, use `stat` or `purge`")
     with closing(RedisServer(arguments.remote)) as server:
         try:
             told, lines = _stat_server(server) if arguments.action == "stat" else _purge_server(server, arguments, config)
         except Lost as lost:
-            raise InvalidOption(f"the remote cannot be asked ({lost}); is it running, and is the address right?") from lost
+            raise InvalidOption(f"the remote cannot be used ({lost}); check that it is running, and that the address is right") from lost
     for line in [json.dumps({"server": server.place, **told})] if arguments.json else lines:
         out(line)
     return 0
@@ -223,7 +223,7 @@ def _stat_server(server: RedisServer) -> tuple[dict[str, object], Sequence[str]]
 
 def _purge_server(server: RedisServer, arguments: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, object], Sequence[str]]:
     if arguments.older_than is not None:
-        raise InvalidOption("a server does not tell when a page was used; give it a --ttl when pages are saved, or purge by tenant")
+        raise InvalidOption("a server does not say when a page was used; give a --ttl when pages are saved, or purge by tenant")
     _check_choice(arguments)
     names = (
         _tags(arguments.tenant or "", arguments.api_key, config.cache_salt)
@@ -298,7 +298,7 @@ def _summary(entries: Sequence[Entry]) -> str:
 
 def _beginning(word: str) -> str:
     if re.fullmatch(f"[0-9a-fA-F]{{{LEAST},64}}", word) is None:
-        raise InvalidOption(f"{word!r} is no beginning of a key: give {LEAST} characters or more, as `pando cache ls` shows them")
+        raise InvalidOption(f"{word!r} is not the beginning of a key; give {LEAST} characters or more of one that `pando cache ls` shows")
     return word.lower()
 
 

@@ -24,7 +24,7 @@ HELP = """\
 /exit          leave; so does Ctrl-D
 Ctrl-C stops an answer and keeps what was said. A line that ends in \\ goes on in the next one."""
 
-ENDS = {"length": "cut at the token limit", "error": "the model computed values that are not numbers"}
+ENDS = {"length": "cut off at the token limit", "error": "the model computed values that are not numbers"}
 HISTORY_LINES = 1000
 
 
@@ -102,12 +102,14 @@ class Conversation:
             self.system = rest.strip()
             self.turns.clear()
             self.out.write(
-                "The system prompt is set; the conversation begins again.\n" if self.system else "No system prompt from here on.\n"
+                "The system prompt is set; the conversation begins again.\n"
+                if self.system
+                else "The system prompt is removed; the conversation begins again.\n"
             )
         elif word == "/help":
             self.out.write(HELP + "\n")
         else:
-            self.out.write(f"There is no command {word}; /help lists them. To say it to the model, begin the line with a space.\n")
+            self.out.write(f"There is no command {word}; /help lists the commands. To send the line to the model, begin it with a space.\n")
 
 
 def dim(text: str, out: TextIO) -> str:

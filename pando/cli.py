@@ -216,11 +216,11 @@ def _answer(
 def _messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
     prompt = utf8(arguments.prompt if arguments.prompt != "-" else sys.stdin.buffer.read())
     if arguments.raw and arguments.system is not None:
-        raise InvalidOption("--system is part of a chat template, and --raw uses none; give one of the two")
+        raise InvalidOption("--system needs a chat template, and --raw uses none; give only one of the two")
     if arguments.eager or arguments.repair is not None:
-        raise InvalidOption("--eager and --repair are for the modules of a --schema, and there is none; leave them out")
+        raise InvalidOption("--eager and --repair need a --schema with modules, and none is given; leave them out")
     if not (prompt if arguments.raw else prompt.strip()):
-        raise InvalidPrompt("the prompt is empty; give it as an argument, or - and the text on standard input")
+        raise InvalidPrompt("the prompt is empty; give it as an argument, or give - and write the text to standard input")
     system = [{"role": "system", "content": utf8(arguments.system)}] if arguments.system else []
     return [*system, {"role": "user", "content": prompt}]
 
@@ -228,11 +228,11 @@ def _messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
 def _files(arguments: argparse.Namespace) -> tuple[bytes, str]:
     """A schema and a prompt, before a model is loaded for them."""
     if arguments.schema is None or arguments.prompt_file is None:
-        raise InvalidOption("--schema and --prompt belong together: a prompt in PML is made from a schema; give both")
+        raise InvalidOption("--schema and --prompt belong together, since a prompt in PML is made from a schema; give both")
     if arguments.raw or arguments.system is not None:
-        raise InvalidOption("--raw and --system are for plain prompts; what a prompt in PML begins with is in its schema")
+        raise InvalidOption("--raw and --system are for plain prompts, and this one is in PML; write its beginning into the schema")
     if arguments.truncation == "auto":
-        raise InvalidOption("--truncation auto is for plain prompts; of a prompt in PML nothing is dropped")
+        raise InvalidOption("--truncation auto is for plain prompts, and nothing of a prompt in PML is ever dropped; leave it out")
     from .schema_cli import read_pml
 
     return read_pml(arguments.schema), utf8(read_pml(arguments.prompt_file))
@@ -263,7 +263,7 @@ def _stream(events: Iterator[TokenEvent], stats: bool, *, limited: bool) -> None
         cut = event.finish_reason == "length" and not limited
     print()
     if cut:
-        print("the answer was cut at the token limit; --max-tokens gives it more", file=sys.stderr)
+        print("the answer was cut off at the token limit; raise --max-tokens for a longer one", file=sys.stderr)
     _tell_dropped(reuse)
     if stats:
         _tell_reuse(str(speed), reuse)
@@ -278,12 +278,12 @@ def _tell_reuse(speed: str, reuse: Reuse) -> None:
 
 def _tell_dropped(reuse: Reuse) -> None:
     if reuse.truncated is not None:
-        print(f"the prompt did not fit: {reuse.truncated.dropped} of its tokens were dropped", file=sys.stderr)
+        print(f"the prompt did not fit, so {reuse.truncated.dropped} of its tokens were dropped", file=sys.stderr)
 
 
 def _check(finish_reason: FinishReason | None) -> None:
     if finish_reason == "error":
-        raise BadModelFile("the model computed values that are not numbers; try --dtype float32, or fetch the model again")
+        raise BadModelFile("the model computed values that are not numbers; try --dtype float32, or download the model again")
 
 
 def _pull(arguments: argparse.Namespace) -> None:

@@ -70,61 +70,63 @@ class EngineConfig:
         "a directory in Hugging Face format, a GGUF file, a Hugging Face repository id, or a catalogue name",
         if_empty="name a directory, a GGUF file, a repository id or a catalogue name (`pando pull --list`)",
     )
-    device: Device = _option("auto", "where the model runs; auto takes a GPU if there is one")
-    dtype: DType = _option("auto", "what weights and cache are held in; auto takes bfloat16 where the device multiplies it natively")
+    device: Device = _option("auto", "where the model runs; auto uses a GPU if there is one")
+    dtype: DType = _option("auto", "the type of weights and cache; auto takes bfloat16 where the device multiplies it natively")
     quantization: Quantization = _option(
-        "none", "fp8 holds the linear maps of the layers in 8 bits and multiplies them so, on GPUs that can; answers are a little different"
+        "none", "fp8 holds the linear maps of the layers in 8 bits, and multiplies in 8 bits on GPUs that can; answers differ a little"
     )
-    kv_dtype: KVDType = _option("auto", "what the KV cache is held in: auto as dtype says; fp8 takes 8 bits, and rounds")
+    kv_dtype: KVDType = _option("auto", "the type of the KV cache: auto is the same as dtype; fp8 takes 8 bits, and rounds")
     max_model_len: int | None = _option(
         None, "tokens one request may have, prompt and answer together; auto: what the model was made for", 1, 2**31 - 1
     )
-    max_num_seqs: int | None = _option(None, "rows that run at the same time, more requests wait; auto: 64, and 256 on a GPU", 1, 2**16)
+    max_num_seqs: int | None = _option(None, "rows that run at the same time; further requests wait; auto: 64, or 256 on a GPU", 1, 2**16)
     max_num_batched_tokens: int = _option(512, "tokens one step computes over all rows; a longer prompt takes several steps", 1, 2**20)
     page_size: int = _option(64, "token slots in a page of the KV cache", 1, 2**12)
     kv_cache_tokens: int | None = _option(None, "token slots in the KV cache; auto: chosen from the free memory", 1, 2**40)
     gpu_memory_utilization: float = _option(
-        0.85, "share of a GPU's memory that is free behind the weights which the KV cache takes; the rest is for the steps", 0, 1
+        0.85, "the KV cache's share of the GPU memory that is left after the weights; the rest is for the steps", 0, 1
     )
     prefix_caching: bool = _option(True, "reuse the KV cache of prompts that begin alike; answers are the same without it")
-    seed: int = _option(0, "where sampling starts for requests that bring no seed of their own", 0, 2**63 - 1)
+    seed: int = _option(0, "the sampling seed for requests that have none of their own", 0, 2**63 - 1)
     threads: int | None = _option(None, "CPU threads; auto: one per core", 1, 2**12)
     attention: Attention = _option(
         "auto",
-        "auto reads a context once for all rows that share it, where that pays; for comparison, shared does so always, flat never, and "
-        "reference takes the slow definition",
+        "auto reads a context once for all rows that share it, where that pays; for comparison, shared always does so, flat never, and "
+        "reference uses the slow definition",
     )
-    native: bool = _option(True, "use Pando's compiled CPU kernels, which need a C compiler at the first start; otherwise torch's")
-    cuda_graphs: bool = _option(True, "capture short steps on a GPU as graphs, which are asked for at once; answers are the same without")
-    overlap: bool | None = _option(None, "make the next step while this one runs; auto: on a GPU; answers are the same without")
+    native: bool = _option(True, "use Pando's compiled CPU kernels, which need a C compiler at the first start; --no-native uses torch's")
+    cuda_graphs: bool = _option(True, "on a GPU, capture short steps as graphs, each a single launch; answers are the same without")
+    overlap: bool | None = _option(None, "prepare the next step while the current one runs; auto: on a GPU; answers are the same without")
     cache_salt: str = _option("", "part of every cache key: requests under different salts never share cached context")
     host_gib: float | None = _option(
         None, "GiB of host memory that cached context may take beside a GPU; auto: a quarter of what is free, at most 16", 0, 2**20
     )
     disk_gib: float | None = _option(
         None,
-        "GiB of disk for cached context, which outlives the process there; 0: none; auto: a tenth of what is free, up to 32",
+        "GiB of disk for cached context, which then outlives the process; 0: none; auto: a tenth of what is free, up to 32",
         0,
         2**20,
     )
     disk_dir: str | None = _option(
-        None, "the directory for that; auto: `store` in Pando's cache folder", if_empty="name a directory", word="DIR"
+        None, "the directory for --disk-gib; auto: `store` in Pando's cache folder", if_empty="name a directory", word="DIR"
     )
     remote: str | None = _option(
         None,
-        "a further tier that several machines share: redis://host:port/0, or a directory",
+        "another tier, which several machines share: redis://host:port/0, or a directory",
         if_empty="write redis://host:port/0 or a directory, or leave the option out",
         word="URL",
     )
     ttl: int | None = _option(
         7 * 86400,
-        "seconds after which context that nobody used is let go below the device, or such as 7d; 0: never",
+        "seconds, or for example 7d, after which unused context is removed from the tiers below the device; 0: never",
         0,
         2**31 - 1,
         time=True,
     )
     policy: PolicyName = _option("lookahead", "what leaves a tier first: lookahead goes by the waiting requests, lru and fifo by age")
-    store_codec: CodecName = _option("none", "how context is kept below the device: none as it is; fp8 and int8 take less, and round")
+    store_codec: CodecName = _option(
+        "none", "how context is kept below the device: none keeps it as it is; fp8 and int8 take less room, and round"
+    )
 
     def rows_on(self, device: str) -> int:
         """So many more on a GPU because its steps take hardly longer with them."""
@@ -134,7 +136,7 @@ class EngineConfig:
         _check_all(self)
         if self.kv_dtype == "fp8" and self.store_codec != "none":
             raise InvalidOption(
-                f"kv_dtype is fp8 and store_codec {self.store_codec}: what has 8 bits would be rounded again, and take no less; "
+                f"kv_dtype is fp8 and store_codec is {self.store_codec}: 8 bits would be rounded again, and take no less room; "
                 "leave one of the two out"
             )
         kind, separator, _ = (self.remote or "").partition("://")
@@ -153,7 +155,7 @@ class EngineConfig:
 class ServerConfig:
     host: str = _option(
         "127.0.0.1",
-        "the address to listen on; 0.0.0.0 lets other machines in, and wants an --api-key",
+        "the address to listen on; 0.0.0.0 lets other machines in, and should come with an --api-key",
         if_empty="write 127.0.0.1 for this machine alone, or 0.0.0.0 for every network it is in",
     )
     port: int = _option(8000, "the port to listen on; 0 takes a free one", 0, 2**16 - 1)
@@ -162,8 +164,8 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = _option(
         (),
-        "a key that clients must send; may be given several times, and each is a tenant with a cache of its own; "
-        "better as PANDO_API_KEY, since other users of the machine may read a command line",
+        "a key that clients must send; may be given several times, and each is a tenant with its own cache; "
+        "better given as PANDO_API_KEY, since other users of the machine may see a command line",
         if_empty="an empty key lets nobody in; give one, or leave the option out to let everybody in",
         secret=True,
         word="KEY",
@@ -179,31 +181,33 @@ class ServerConfig:
     )
     schema: tuple[str, ...] = _option(
         (),
-        "a file of PML whose schema all tenants may use, and whose src is read below its directory; may be given several times",
+        "a PML file whose schema all tenants may use; its src names files below its directory; may be given several times",
         if_empty="name a file",
         word="FILE",
     )
-    schema_dir: str | None = _option(None, "a directory whose *.pml are registered like that", if_empty="name a directory", word="DIR")
-    eager_schemas: bool = _option(False, "encode these schemas at the start, for every key, and not when they are first used")
+    schema_dir: str | None = _option(
+        None, "a directory whose *.pml files are registered in the same way", if_empty="name a directory", word="DIR"
+    )
+    eager_schemas: bool = _option(False, "encode these schemas at the start, for every API key, and not only when they are first used")
     truncation: TruncationChoice = _option(
         "disabled",
-        "what becomes of a prompt that does not fit, where no request of its session says: disabled refuses it, auto drops its oldest part",
+        "what happens to a prompt that does not fit, if no request of its session says: disabled refuses it, auto drops its oldest part",
     )
     pin_quota: int = _option(25, "percent of the KV cache that pins may hold", 0, 100)
-    max_queue: int = _option(256, "rows that may wait beside those that run; further requests are answered 429", 0, 2**20)
-    request_timeout: int = _option(600, "seconds after which a request is given up, or such as 10m", 1, 7 * 86400, time=True)
-    drain_timeout: int = _option(30, "seconds that running requests get to end after SIGTERM, or such as 5m", 0, 86400, time=True)
-    max_body_mib: int = _option(8, "MiB that the body of a request may have; larger ones are answered 413", 1, 1024)
+    max_queue: int = _option(256, "rows that may wait beside those that run; further requests are answered with 429", 0, 2**20)
+    request_timeout: int = _option(600, "seconds, or for example 10m, after which a request is given up", 1, 7 * 86400, time=True)
+    drain_timeout: int = _option(30, "seconds, or for example 5m, that running requests have to finish after SIGTERM", 0, 86400, time=True)
+    max_body_mib: int = _option(8, "MiB that the body of a request may have; larger ones are answered with 413", 1, 1024)
     cors_origins: tuple[str, ...] = _option(
         (),
         "an origin whose web pages may call the server, such as https://example.org, or *; may be given several times",
         if_empty="write an origin such as https://example.org, or *",
         word="ORIGIN",
     )
-    metrics_compat: MetricsCompat = _option("none", "vllm adds vLLM's names for the metrics that routers read")
-    log_level: LogLevel = _option("info", "the least important record that is logged")
-    disable_log_requests: bool = _option(False, "log no line for each request")
-    log_prompts: bool = _option(False, "log the text of prompts and answers; it is left out otherwise")
+    metrics_compat: MetricsCompat = _option("none", "vllm adds, under vLLM's names, the metrics that routers read")
+    log_level: LogLevel = _option("info", "the least important kind of message that is logged")
+    disable_log_requests: bool = _option(False, "do not log a line for each request")
+    log_prompts: bool = _option(False, "log the text of prompts and answers, which is left out otherwise")
 
     def __post_init__(self) -> None:
         _check_all(self)
@@ -293,7 +297,7 @@ def misspelt(environ: Mapping[str, str]) -> list[str]:
         if asked != name and asked not in known and name not in NO_OPTIONS and not is_set_by_a_cluster:
             close = difflib.get_close_matches(asked, known, n=1)
             meant = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
-            lines.append(f"the environment variable {name} is no option, and is ignored{meant}")
+            lines.append(f"the environment variable {name} is not an option, and is ignored{meant}")
     return lines
 
 

@@ -122,4 +122,4 @@ def read_pml(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise InvalidOption(f"{file} cannot be read ({error.strerror}); name a file of PML") from error
+        raise InvalidOption(f"{file} cannot be read ({error.strerror}); name a PML file") from error

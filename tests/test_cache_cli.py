@@ -356,7 +356,7 @@ def test_an_index_that_goes_in_a_circle_is_no_endless_list(disk, pando):
         (["purge"], "say what to remove"),
         (["purge", "--all", "--older-than", "1d"], "say what to remove"),
         (["purge", "--older-than", "soon"], "such as 7d"),
-        (["purge", "--tag", "xyz"], "no beginning of a key"),
+        (["purge", "--tag", "xyz"], "not the beginning of a key"),
         (["pin", "00"], "8 characters or more"),
         (["pin", "0123456789"], "no page has a key"),
         (["pin"], "required: KEY"),
@@ -440,13 +440,13 @@ def test_on_a_server_pages_are_counted_and_purged_by_tenant(told, pando, server)
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["ls"], "on a server there are `stat` and `purge`"),
-        (["verify"], "on a server there are `stat` and `purge`"),
-        (["pin", "0123456789"], "on a server there are `stat` and `purge`"),
-        (["purge", "--older-than", "7d"], "does not tell when a page was used"),
+        (["ls"], "on a server, use `stat` or `purge`"),
+        (["verify"], "on a server, use `stat` or `purge`"),
+        (["pin", "0123456789"], "on a server, use `stat` or `purge`"),
+        (["purge", "--older-than", "7d"], "does not say when a page was used"),
         (["purge"], "say what to remove"),
-        (["stat", "--disk-dir", "."], "give one of them"),
-        (["stat"], "cannot be asked"),
+        (["stat", "--disk-dir", "."], "give only one of them"),
+        (["stat"], "the remote cannot be used"),
     ],
 )
 def test_what_cannot_be_done_on_a_server_is_refused_with_what_can(pando, tmp_path, words, why):

@@ -130,7 +130,7 @@ def test_a_misspelt_variable_is_said_once_and_the_command_goes_on(monkeypatch, c
     monkeypatch.setenv("PANDO_DEVICES", "cpu")
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "pando: warning: the environment variable PANDO_DEVICES is no option, and is ignored; did you mean PANDO_DEVICE?"
+        "pando: warning: the environment variable PANDO_DEVICES is not an option, and is ignored; did you mean PANDO_DEVICE?"
     ]
 
 
@@ -250,7 +250,7 @@ def test_flags_of_other_engines_are_told_what_there_is(llm, capsys, line, says):
 def test_an_answer_that_was_cut_says_so(llm, capsys, finish):
     llm.finish = finish
     assert cli.main(["run", "hi"]) == 0
-    assert ("cut at the token limit" in capsys.readouterr().err) == (finish == "length")
+    assert ("cut off at the token limit" in capsys.readouterr().err) == (finish == "length")
     assert cli.main(["run", "hi", "--max-tokens", "3"]) == 0
     assert not capsys.readouterr().err, "who gives a limit knows of it"
 
@@ -285,7 +285,7 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("run hi --no-such-option", "--no-such-option"),
         ("run a b c", "unknown argument 'c'"),
         ("run", "PROMPT"),
-        ("run hi --raw --system x", "--system is part of a chat template"),
+        ("run hi --raw --system x", "--system needs a chat template, and --raw uses none"),
         ("run hi --config nowhere.toml", "nowhere.toml: cannot be read"),
         ("sing", "invalid choice: 'sing'"),
         ("", "COMMAND"),
@@ -576,7 +576,7 @@ def test_the_cost_is_dim_on_a_terminal_and_plain_where_colour_is_unwanted(monkey
 
 
 def test_an_answer_at_the_limit_says_so():
-    assert "cut at the token limit" in talk(FakeLLM(finish="length"), "hi")[2]
+    assert "cut off at the token limit" in talk(FakeLLM(finish="length"), "hi")[2]
 
 
 def test_reset_forgets_and_system_begins_again():

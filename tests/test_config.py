@@ -35,8 +35,8 @@ def test_a_misspelt_variable_is_named_with_the_one_that_was_meant():
     cluster = {"PANDO_SERVICE_HOST": "10.0.0.1", "PANDO_PORT_8000_TCP_ADDR": "10.0.0.1", "PANDO_CHAT_PORT": "tcp://10.0.0.1:80"}
     assert misspelt({**right, **others, **cluster}) == []
     wrong, strange = misspelt({**right, **others, "PANDO_MAX_SEQS": "8", "PANDO_XYZZY": "1"})
-    assert wrong == "the environment variable PANDO_MAX_SEQS is no option, and is ignored; did you mean PANDO_MAX_NUM_SEQS?"
-    assert strange == "the environment variable PANDO_XYZZY is no option, and is ignored"
+    assert wrong == "the environment variable PANDO_MAX_SEQS is not an option, and is ignored; did you mean PANDO_MAX_NUM_SEQS?"
+    assert strange == "the environment variable PANDO_XYZZY is not an option, and is ignored"
 
 
 def test_a_file_of_the_server_serves_the_other_commands_too(tmp_path):

@@ -250,8 +250,8 @@ def test_a_model_may_be_named_beside_the_files(files, llm, monkeypatch, words):
         (["--schema", "S", "--prompt", "P", "--truncation", "auto"], "--truncation auto is for plain prompts"),
         (["--schema", "S", "--prompt", "P", "model", "hello"], "unknown argument 'hello'"),
         (["--schema", "S", "--prompt", "N"], "cannot be read"),
-        (["--eager", "hello"], "--eager and --repair are for the modules of a --schema"),
-        (["--repair", "0.5", "hello"], "--eager and --repair are for the modules of a --schema"),
+        (["--eager", "hello"], "--eager and --repair need a --schema"),
+        (["--repair", "0.5", "hello"], "--eager and --repair need a --schema"),
     ],
 )
 def test_what_does_not_go_together_is_refused(files, llm, capsys, words, complaint):
