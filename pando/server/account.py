@@ -15,14 +15,14 @@ from .ticket import Ticket
 TIERS: tuple[Source, ...] = ("host", "disk", "remote")
 ADVICE = {
     "cold": "nothing of this prompt was seen before",
-    "diverged": "what is cached goes on differently from this token on; put what changes behind what does not",
+    "diverged": "the cached tokens differ from this token on; put what changes after what does not",
     "lost": "it was kept below the device and could not be read back, or a tier did not answer; see pando_store_* and the log",
     "evicted": "it was cached, and its pages were needed; pin it, raise --kv-cache-tokens, or keep more below the device",
     "expired": "it was cached, and nobody used it for longer than --ttl",
-    "slow": "it is kept below the device, from where loading takes longer than computing; see pando_store_recomputed_tokens_total",
+    "slow": "it is kept below the device, but loading it takes longer than computing it; see pando_store_recomputed_tokens_total",
     "other_tenant": "it was cached under another cache_salt; use the same one to share it",
     "too_short": "a prompt of one token is always computed",
-    "off": "reuse was ruled out: prefix caching is off, or the prompt's logprobs were asked for",
+    "off": "reuse was ruled out: prefix caching is off, or the prompt's logprobs were requested",
 }
 
 

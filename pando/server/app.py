@@ -58,7 +58,7 @@ REASONS = {
     403: "Only the operator may do that.",
     404: "No such model, schema or route.",
     408: "The body did not arrive in time.",
-    409: "The name is in use by a schema of other content.",
+    409: "The name is in use by a schema with different content.",
     413: "The body is too large.",
     422: "A field has a wrong type or value.",
     429: "The queue is full; Retry-After says when to try again.",
@@ -218,7 +218,9 @@ class _Routes:
         """The text of tokens, special ones included."""
         self._check(body.model)
         if wrong := next((token for token in body.tokens if token >= self.service.vocab_size), None):
-            raise HTTPException(400, f"{wrong} is no token of this model; tokens are whole numbers from 0 to {self.service.vocab_size - 1}")
+            raise HTTPException(
+                400, f"{wrong} is not a token of this model; tokens are whole numbers from 0 to {self.service.vocab_size - 1}"
+            )
         return _json(DetokenizeReply(prompt=await self.service.prepare(lambda prompts: prompts.decode(body.tokens))))
 
     # ---- the cache

@@ -33,8 +33,8 @@ REPHRASED = {
 }
 
 PLAINER = {  # what the libraries below say, as a client can use it
-    "There was an error parsing the body": "the body cannot be read as JSON: it must be UTF-8, with numbers of a sane length, and "
-    "not nested without end",
+    "There was an error parsing the body": "the body cannot be read as JSON: it must be UTF-8, with no very long numbers, and not very "
+    "deeply nested",
 }
 
 

@@ -9,11 +9,11 @@ from ..engine.request import StructuredOutputsParams
 from ..errors import InvalidSampling
 from .limits import MAX_CHOICES, MAX_SCHEMA_BYTES, Body, Schema, Text, one_of
 
-_NO_GRAMMAR = "a few hundred characters of one can take all memory; say it as a JSON schema, a regex or a choice, or ask an LLM of your own"
+_NO_GRAMMAR = "a short grammar can take all memory; use a JSON schema, a regex or a choice, or follow the grammar offline, with pando.LLM"
 
 
 def _as(name: str) -> str:
-    return f'say it with structured_outputs, as {{"{name}": ...}}'
+    return f'use structured_outputs, as {{"{name}": ...}}'
 
 
 # what other servers call a constraint: who asks for one and gets free text would take it for what was asked for
@@ -57,9 +57,9 @@ class StructuredOutputs(Body):
 
     refused: ClassVar[Mapping[str, str]] = {
         "grammar": _NO_GRAMMAR,
-        "structural_tag": "give a JSON schema, or a function that must be called",
-        "whitespace_pattern": "blanks are as the x-guidance of the schema says",
-        "disable_additional_properties": "objects that list their properties have no others; in others say it in the schema",
+        "structural_tag": "use a JSON schema, or a function that must be called",
+        "whitespace_pattern": "whitespace is limited anyway; the x-guidance of a schema changes it",
+        "disable_additional_properties": "objects that list their properties have no others; for other objects, write it into the schema",
     }
 
     json_: (

@@ -52,12 +52,12 @@ class Gate:
             await self._app(asked, self._counted(receive), answer)
         except asyncio.CancelledError:  # running requests had their time to end
             if not begun:
-                await self._refuse(503, "the server has stopped; ask another one", answer)
+                await self._refuse(503, "the server has stopped; ask another server, or try again later", answer)
         except Exception as error:
             self._journal.error("a request failed", name, path=scope["path"], exception=error)
             if begun:
                 raise  # the answer is half sent: only closing the connection tells the client
-            await self._refuse(500, f"something is wrong on the server; its log has more under {name}", answer)
+            await self._refuse(500, f"something went wrong on the server; its log has more under the id {name}", answer)
 
     def _objection(self, scope: Scope, headers: Headers, owner: bytes | None) -> tuple[int, str] | None:
         """What the head of a request is refused for."""
@@ -110,7 +110,7 @@ def _unread(kind: str, path: str, is_page: bool) -> tuple[int, str] | None:
         fits, advice = PML.match(kind.lower()), "send PML in UTF-8, and the header Content-Type: text/xml"
         fits = None if is_page and kind.lower().startswith("text/plain") else fits
     else:
-        fits, advice = JSON.match(kind.lower()), "no route takes files or forms: send JSON, and the header Content-Type: application/json"
+        fits, advice = JSON.match(kind.lower()), "send JSON, not files or forms, and the header Content-Type: application/json"
     return None if fits else (400, f"the body is sent {f'as {kind[:80]!r}' if kind else 'without a Content-Type'}; {advice}")
 
 

@@ -82,7 +82,7 @@ def _small(value: Plain) -> Plain:
     try:
         size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
     except (RecursionError, ValueError) as error:  # UnicodeEncodeError is a ValueError
-        raise ValueError("Input should be plain JSON: Unicode text, finite numbers, and not nested without end") from error
+        raise ValueError("Input should be plain JSON: Unicode text, finite numbers, and no very deep nesting") from error
     if size > MAX_SCHEMA_BYTES:
         raise ValueError(f"Input should have at most {MAX_SCHEMA_BYTES} bytes as JSON, not {size}")
     return value
@@ -90,7 +90,7 @@ def _small(value: Plain) -> Plain:
 
 def _theirs(value: Plain) -> Plain:
     if ours := sorted(value.keys() & OURS):
-        raise ValueError(f"Input should not have {', '.join(ours)}, which the request says otherwise")
+        raise ValueError(f"Input should not have {', '.join(ours)}; other fields of the request set this")
     return value
 
 

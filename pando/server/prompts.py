@@ -112,8 +112,8 @@ class Prompts:
             return asked[0]
         if (place := next((place for place, text in asked.items() if is_element(text)), None)) is not None:
             raise InvalidPrompt(
-                f"a prompt in PML is the only message of its request, and messages[{place}] of {len(messages)} is one; write the others "
-                'into it, as <system>, <user> and <assistant>, or say prompt_format "text" if it is meant as text'
+                f"a prompt in PML must be the only message, and messages[{place}] of {len(messages)} is one; write the other messages "
+                'into it, as <system>, <user> and <assistant>, or set prompt_format to "text" if it is meant as text'
             )
         return None
 
@@ -135,9 +135,11 @@ class Prompts:
 
     def _bound(self, body: Generation, pml: str, tenant: Tenant, name: str = "prompt") -> Prompt:
         if body.ttl is not None:
-            raise InvalidPrompt("prompt_cache_options pin the beginning of a prompt, and this one is made of modules; leave them out")
+            raise InvalidPrompt("prompt_cache_options pins the beginning of a plain prompt, and this one is made of modules; leave it out")
         if body.truncation == "auto":
-            raise InvalidPrompt("truncation drops the oldest part of a prompt, and this one is made of modules; leave modules out instead")
+            raise InvalidPrompt(
+                "truncation drops the oldest part of a plain prompt, and this one is made of modules; leave out modules instead"
+            )
         bound, repair = self._schemas.bind(tenant.owner, pml, name)
         tokens = tuple(token for run in bound.runs for token in run.tokens)
         return Prompt(tokens, None, bound=bound, repair=repair if body.repair is None else body.repair)
@@ -146,7 +148,9 @@ class Prompts:
         if body.messages is not None:
             messages = conversation(body.messages)
             if self._pml(body, messages, owner) is not None:
-                raise InvalidPrompt("a prompt in PML is made of modules; they are computed ahead where their schema is registered as eager")
+                raise InvalidPrompt(
+                    "a prompt in PML cannot be warmed or pinned; register its schema with ?eager=true to compute its modules in advance"
+                )
             return self._whole(
                 self._conversation(messages, self._rendering(definitions(body.tools), body.chat_template_kwargs), answered=False)
             )
@@ -157,7 +161,7 @@ class Prompts:
         if len(prompt.tokens) >= self._max_len:
             raise PromptTooLong(
                 f"the prompt has {len(prompt.tokens)} tokens and the context holds {self._max_len}, one of them for an answer; "
-                f"what is computed ahead is not cut: shorten it by {counted(len(prompt.tokens) - self._max_len + 1, 'token')}"
+                f"what is warmed or pinned is never truncated: shorten it by {counted(len(prompt.tokens) - self._max_len + 1, 'token')}"
             )
         return prompt
 
@@ -230,7 +234,7 @@ class Prompts:
         form = tools.form_of(self._template or self._tokenizer.template(tools=True) or "")
         if form is None:
             raise InvalidPrompt(
-                "the chat template of this model takes no tools, or in a form that is not known; "
+                "the chat template of this model takes no tools, or teaches a form of calls that is not known here; "
                 'leave tools out, send tool_choice "none", or start the server with another --chat-template'
             )
         return form
@@ -239,6 +243,6 @@ class Prompts:
 def _check_no_template(tools: Sequence[object] | None, options: Plain | None) -> None:
     """What the chat template would write is the schema's to write, where a prompt is in PML."""
     if tools:
-        raise InvalidPrompt("tools go through the chat template, and a prompt in PML brings its own text; write them into the schema")
+        raise InvalidPrompt("tools go through the chat template, and a prompt in PML does not use it; write them into the schema")
     if options:
-        raise InvalidPrompt("chat_template_kwargs are the chat template's, and a prompt in PML brings its own text; leave them out")
+        raise InvalidPrompt("chat_template_kwargs are for the chat template, and a prompt in PML does not use it; leave them out")

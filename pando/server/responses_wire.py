@@ -32,8 +32,8 @@ MAX_INCLUDED = 64
 MAX_LEVELS = 200  # of a schema, which is sent back: JSON of more than 255 is not written
 LOGPROBS = "message.output_text.logprobs"
 
-_STORED = "nothing is stored: send the whole conversation as input, and what of it is cached is found"
-_FORMAT = "answers follow text.format: say it there, as a JSON schema"
+_STORED = "nothing is stored: send the whole conversation as input; its cached part is found"
+_FORMAT = "use text.format, with a JSON schema"
 
 
 def _by_type(kinds: Mapping[str | None, str], forms: str) -> Discriminator:
@@ -128,7 +128,7 @@ class FlatTool(Function):
     @classmethod
     def _runs_elsewhere(cls, data: object) -> object:
         if isinstance(data, dict) and data.get("type") not in ("function", None):
-            raise ValueError("Only functions are known, which the client runs: no other tool is run here; leave it out")
+            raise ValueError("Only functions are known, which the client runs; this server runs no tools itself: leave this one out")
         return data
 
 
@@ -170,19 +170,21 @@ class ResponsesBody(Sampling):
 
     refused: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("previous_response_id", "conversation"), _STORED),
-        "prompt": "no templates are stored; send their text as instructions and input",
-        "background": "a response is answered while its client waits; leave it out",
-        "context_management": 'say truncation "auto"; a conversation is cut, and not rewritten',
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "say it with max_output_tokens"),
-        "n": "a response is one answer; leave it out",
+        "prompt": "no prompt templates are stored; send their text as instructions and input",
+        "background": "there are no background answers: the client waits for them; leave it out",
+        "context_management": 'use truncation "auto"; a conversation is truncated, not rewritten',
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "use max_output_tokens"),
+        "n": "a response always has one answer; leave it out",
         **dict.fromkeys(("response_format", "structured_outputs", *CONSTRAINTS), _FORMAT),
         **TEMPLATES,
         **OTHERS,
     }
 
     input: Input = Field(description="The conversation so far, or what its user says first.", examples=["Hello"])
-    instructions: Text | None = Field(None, description="A message of the system before all others.")
-    max_output_tokens: Count | None = Field(None, description="Tokens of the answer, at most; by default as many as the context holds.")
+    instructions: Text | None = Field(None, description="A system message before all others.")
+    max_output_tokens: Count | None = Field(
+        None, description="The most tokens the answer may have; by default as many as the context holds."
+    )
     text: TextOptions | None = Field(None, description="How the answer's text is written.")
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the model may call."
@@ -192,7 +194,7 @@ class ResponsesBody(Sampling):
     include: Annotated[list[Annotated[str, Field(max_length=MAX_NAME_CHARS)]], Field(max_length=MAX_INCLUDED, fail_fast=True)] = Field(
         [], description=f"{LOGPROBS}: give the logprob of each token of the text.", examples=[[LOGPROBS]]
     )
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Give them, and so many likeliest tokens beside each.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Give them, and this many of the likeliest tokens beside each.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
     prompt_format: MessageFormat = "auto"
     metadata: Notes | None = Field(None, description="The client's own notes; sent back.")
@@ -247,7 +249,7 @@ class ResponsesBody(Sampling):
         else:
             _add(said, self.input)
         if len(said) > MAX_MESSAGES:
-            raise ValueError(f"input: makes with the instructions more than {MAX_MESSAGES} messages")
+            raise ValueError(f"input: is, with the instructions, more than {MAX_MESSAGES} messages; send fewer")
         return [Message(**message) for message in said]
 
 
@@ -267,7 +269,7 @@ def _add(said: list[Plain], items: Iterable[MessageItem | CallItem | CallOutputI
             call = ToolCall(id=item.call_id, type="function", function=CalledFunction(name=item.name, arguments=item.arguments))
             said[-1].setdefault("tool_calls", []).append(call)
             if len(said[-1]["tool_calls"]) > MAX_CALLS:
-                raise ValueError(f"input: has more than {MAX_CALLS} calls in a row")
+                raise ValueError(f"input: has more than {MAX_CALLS} calls in a row; send fewer")
         before = item
 
 

@@ -115,7 +115,7 @@ class SchemaRoutes:
             while await service.ask_engine(some.left):
                 if time.perf_counter() > end:
                     raise Unfinished(
-                        "encoding took longer than a request may; the schema is registered, and is encoded further on first use"
+                        "encoding took longer than a request may; the schema is registered, and the rest is encoded on first use"
                     )
                 await asyncio.sleep(PAUSE)
         return True

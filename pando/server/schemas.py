@@ -57,7 +57,7 @@ class Holdings:
         name, own = element.attributes.get("name", "").strip(), self._of(owner)
         if self.common.library.get(name) is not None:  # a name of the operator's is everyone's
             if repair is not None:
-                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; give repair with your prompts")
+                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; set repair in your prompts instead")
             return self.common.add(element)
         is_new = own.library.get(name) is None
         if is_new:
@@ -80,10 +80,10 @@ class Holdings:
     def _check_room(self, owner: bytes, count: int, size: int) -> None:
         total = size + _total(self._sizes, owner)
         if count >= MAX_SCHEMAS:
-            raise TooManySchemas(f"{count} schemas are registered, the most that one key may have; delete one first")
+            raise TooManySchemas(f"{count} schemas are registered, the most that one API key may have; delete one first")
         if total > MAX_PML_BYTES:
             raise TooManySchemas(
-                f"the schemas of one key may have {MAX_PML_BYTES >> 20} MiB together, and with this one they would have "
+                f"the schemas of one API key may have {MAX_PML_BYTES >> 20} MiB together, and with this one they would have "
                 f"{total / 2**20:.1f}; delete one first"
             )
 
@@ -92,7 +92,7 @@ class Holdings:
         if (total := made.held + _total(self._held, owner)) > MAX_HELD_BYTES:
             own.remove(made.name)
             raise TooManySchemas(
-                f"what the texts of one key's schemas are encoded behind, and their params, may take {MAX_HELD_BYTES >> 20} MiB, and with "
+                f"what texts in schemas of one API key are encoded after, and their params, may take {MAX_HELD_BYTES >> 20} MiB, and with "
                 f'this one they would take {total / 2**20:.1f}; delete one first, use encode="opening", or shorter params'
             )
 
@@ -100,7 +100,7 @@ class Holdings:
         """Prompts that are being answered finish."""
         if not self._of(owner).remove(name):
             if self.common.library.get(name) is not None:
-                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only they can let go of it")
+                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only the operator can remove it")
             raise UnknownSchema(name)
         self._sizes.pop((owner, name), None)
         self._held.pop((owner, name), None)
@@ -153,13 +153,13 @@ def _total(sizes: dict[tuple[bytes, str], int], owner: bytes) -> int:
 def read(files: tuple[str, ...], directory: str | None) -> Iterator[tuple[Path, Element]]:
     """The operator's schemas as they are written: what is wrong with that is known before there is a model."""
     if directory is not None and not Path(directory).is_dir():
-        raise InvalidOption(f"schema_dir: {directory} is no directory; name one with files of PML")
+        raise InvalidOption(f"schema_dir: {directory} is not a directory; name one with PML files")
     found = sorted(Path(directory).glob("*.pml")) if directory is not None else []
     for path in (*map(Path, files), *found):
         try:
             pml = path.read_bytes()
         except OSError as error:
-            raise InvalidOption(f"schema: {path} cannot be read ({error.strerror}); name a file of PML") from error
+            raise InvalidOption(f"schema: {path} cannot be read ({error.strerror}); name a PML file") from error
         if path not in found or not OF_PROMPTS.match(pml):  # prompts may well lie beside their schemas, several in a file
             yield path, parse(pml, str(path))
 

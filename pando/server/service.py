@@ -151,7 +151,9 @@ class Service:
         """Their time to end by themselves is over: whoever waits is told so."""
         self.state = "draining" if self.state == "ready" else self.state
         for ticket in self._tickets.values():
-            ticket.fail(Stopped("the server is being stopped, and cannot end this answer; ask another one, or again when it is back"))
+            ticket.fail(
+                Stopped("the server is being stopped, and cannot finish this answer; ask another server, or try again when it is back")
+            )
 
     def stop(self) -> None:
         if self.state in ("ready", "draining"):
@@ -177,9 +179,9 @@ class Service:
 
     def check_ready(self) -> None:
         if self.state == "loading":
-            raise NotReady("the model is still being loaded; /ready says when it is there")
+            raise NotReady("the model is still being loaded; GET /ready says when it is ready")
         if self.state != "ready":
-            raise NotReady("the server is shutting down; ask another one")
+            raise NotReady("the server is shutting down; ask another server, or try again later")
         if not self.loop.alive:
             raise NotReady("the engine has stopped; restart the server")
 
@@ -267,7 +269,7 @@ class Service:
             if pin.tokens < len(tokens) - 1:  # the last token's states are not always there
                 engine.pins.drop(pin)
                 raise QuotaExceeded(
-                    "it was evicted before it could be pinned: the cache is under pressure; try again, or raise kv_cache_tokens"
+                    "the prompt was evicted before it could be pinned, because the cache is full; try again, or raise kv_cache_tokens"
                 )
             return pin
 
@@ -296,7 +298,7 @@ class Service:
     def _give_up(self, names: Sequence[str]) -> None:
         for name in names:
             if (ticket := self._tickets.get(name)) is not None:
-                ticket.fail(Lost("the engine failed several times on the batch that this request was in; try again"))
+                ticket.fail(Lost("the engine failed several times on batches with this request; try again"))
 
     def _observe(self, seconds: float, facts: StepFacts) -> None:
         self.metrics.observe_step(seconds, facts.rows, facts.tokens, facts.shared_reads)
@@ -352,7 +354,9 @@ def _check_template(tokenizer: Tokenizer, template: str, path: str | None) -> No
     except InvalidPrompt as error:
         if isinstance(error.__cause__, TemplateSyntaxError):
             fault = error.__cause__
-            raise InvalidOption(f"chat_template: {path}, line {fault.lineno}, is no Jinja template: {fault.message}; correct it") from error
+            raise InvalidOption(
+                f"chat_template: {path}, line {fault.lineno}, is not a valid Jinja template: {fault.message}; correct it"
+            ) from error
 
 
 def _read(path: str, option: str) -> str:

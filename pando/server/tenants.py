@@ -20,7 +20,7 @@ class Tenants:
         for place, key in enumerate(keys):
             if not key or not all("!" <= char <= "~" for char in key):
                 raise InvalidOption(
-                    f"API key number {place + 1} is empty or has characters that a header cannot carry; use printable ASCII without spaces"
+                    f"API key number {place + 1} is empty, or has characters that a header cannot hold; use printable ASCII without spaces"
                 )
         self._owners = tuple(dict.fromkeys(_owner(key) for key in keys))
 

@@ -11,7 +11,7 @@ from .metrics import Outcome
 from .prompts import Asked
 
 Arrival = tuple[int, TokenEvent, float]  # the place of its prompt, a token, and when it came, on the clock of `time.perf_counter`
-UNTOLD = "no token could be chosen or told: the model answered no number, or the log says what failed; try again, or use another dtype"
+UNTOLD = "no token could be chosen or sent: the model computed no number, or the log says what failed; try again, or use another dtype"
 
 
 class TimedOut(PandoError):
@@ -62,7 +62,7 @@ class Ticket:
         """What came since the last time, until every answer has ended. The first token is told at once, and the end of an answer; of the
         others a reader may want several at a time: to be woken for each costs more than all that is done with it."""
         self._at_once, loop = at_once, asyncio.get_running_loop()
-        late = TimedOut("the request took longer than it may; ask for fewer tokens, or raise --request-timeout")
+        late = TimedOut("the request took longer than allowed; ask for fewer tokens, or raise --request-timeout")
         timer = loop.call_later(self._deadline - time.perf_counter(), self.fail, late)  # one for all tokens
         try:
             while self.open_answers:

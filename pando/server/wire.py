@@ -38,7 +38,7 @@ from .limits import (
 )
 from .messages import Messages, Tools, conversation, definitions
 
-CHOICES = "What the chat template asks for by name, such as enable_thinking."
+CHOICES = "Variables of the chat template, such as enable_thinking."
 MessageFormat = Annotated[Literal["auto", "text"], Field(description="text: no message is a prompt in PML, whatever it looks like.")]
 
 User = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(printable)]
@@ -53,13 +53,13 @@ OTHERS = {
     "allowed_token_ids": _BIAS,
     "logits_processors": _BIAS,
     "use_beam_search": "answers are sampled; ask for several with n",
-    "truncate_prompt_tokens": 'say it with truncation "auto"',
+    "truncate_prompt_tokens": 'use truncation "auto"',
 }
 
 # what would change the text of messages
 TEMPLATES = {
-    "chat_template": "it is the operator's to choose; render the prompt yourself, and send it to /v1/completions",
-    "continue_final_message": "an answer is a message of its own; render the prompt yourself, and send it to /v1/completions",
+    "chat_template": "the operator chooses it; render the prompt yourself, and send it to /v1/completions",
+    "continue_final_message": "an answer is always a new message; render the prompt yourself, and send it to /v1/completions",
     "documents": "write them into a message",
 }
 
@@ -189,18 +189,20 @@ class ChatBody(Generation):
 
     refused: ClassVar[Mapping[str, str]] = {
         "functions": "describe them in tools",
-        "function_call": "say it with tool_choice",
-        "audio": "only text is answered",
-        "web_search_options": "nothing is searched; leave it out",
+        "function_call": "use tool_choice",
+        "audio": "answers are text only; leave it out",
+        "web_search_options": "this server does not search; leave it out",
         **CONSTRAINTS,
         **TEMPLATES,
         **OTHERS,
     }
 
     messages: Messages = Field(description="The conversation so far.", examples=[[{"role": "user", "content": "Hello"}]])
-    max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens, and stronger than it.")
+    max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens; wins over it.")
     logprobs: bool = Field(False, description="Give the logprob of each token of the answer.")
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="So many likeliest tokens beside it; needs logprobs.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="How many of the likeliest tokens to give beside it; needs logprobs."
+    )
     response_format: ResponseFormat | None = Field(None, description="Constrains the answer to JSON, or to a JSON schema.")
     tools: Tools | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, must, or must not; by default it may.", examples=["auto"])
@@ -219,11 +221,9 @@ class ChatBody(Generation):
         if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in known:
             raise ValueError("tool_choice: names a function that is not among the tools")
         if self.structured_outputs is not None and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("structured_outputs: an answer follows these or response_format, not both; leave one of them out")
+            raise ValueError("structured_outputs: cannot be combined with response_format; leave one of them out")
         if self.structured_outputs is not None and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError(
-                "structured_outputs: an answer that must call a function follows its parameters; leave them or tool_choice out"
-            )
+            raise ValueError("structured_outputs: cannot be combined with a tool_choice that forces a call; leave one of them out")
         return self
 
     def sampling(self) -> SamplingParams:
@@ -240,23 +240,27 @@ class CompletionBody(Generation):
     """What follows a prompt, as it stands: no chat template is used."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "suffix": "an answer only follows its prompt; leave it out",
-        "response_format": 'only /v1/chat/completions has it; say it with structured_outputs, as {"json": ...}',
+        "suffix": "only text after the prompt can be generated; leave it out",
+        "response_format": 'only /v1/chat/completions has it; use structured_outputs, as {"json": ...}',
         **CONSTRAINTS,
         **OTHERS,
     }
 
     prompt: Prompts = Field(description="One prompt or several, each as text or as token ids.", examples=["Once upon a time"])
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = Field(16, description="Tokens of an answer, at most; 0: only the echo.")
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = Field(
+        16, description="The most tokens an answer may have; 0: only the echo."
+    )
     echo: bool = Field(False, description="Give the prompt before the answer.")
     prompt_format: Literal["text", "pml"] = Field("text", description="pml: each prompt is a PML prompt, made from a registered schema.")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must be the same as n.")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Give the logprob of each token, and of so many likeliest.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Give the logprob of each token, and of this many of the likeliest."
+    )
 
     @model_validator(mode="after")
     def _agrees(self) -> "CompletionBody":
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 leaves no answer; ask for at least 1, or for echo")
+            raise ValueError("max_tokens: 0 leaves no room for an answer; ask for at least 1, or for echo")
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(f"best_of: must be the same as n, which is {self.n}; every answer is returned")
         if self.prompt_format == "pml" and not all(isinstance(prompt, str) for prompt in self.prompts()):

@@ -324,7 +324,7 @@ def nested(levels: int) -> dict[str, Any]:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation as input"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt", "no templates are stored"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "no prompt templates are stored"),
         ({"background": True}, "background", "leave it out"),
         ({"context_management": [{"type": "compaction"}]}, "context_management", "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "Only functions are known"),

@@ -544,7 +544,7 @@ def test_a_prompt_that_means_nothing_says_where(
     ("options", "error", "complaint"),
     [
         ({"pml": [1, 2, 3]}, openai.UnprocessableEntityError, "must be text, not token ids"),
-        ({"extra_body": {"prompt_cache_options": {"ttl": "30m"}}}, openai.BadRequestError, "made of modules; leave them out"),
+        ({"extra_body": {"prompt_cache_options": {"ttl": "30m"}}}, openai.BadRequestError, "made of modules; leave it out"),
         ({"echo": True, "logprobs": 1}, openai.BadRequestError, "logprobs of a prompt made of modules"),
         ({"extra_body": {"prompt_format": "xml"}}, openai.UnprocessableEntityError, "prompt_format"),
         ({"extra_body": {"repair": 2}}, openai.UnprocessableEntityError, "repair"),
@@ -620,7 +620,7 @@ def test_what_is_the_chat_templates_is_refused_beside_a_prompt_of_modules(server
 def test_a_prompt_of_modules_is_not_computed_ahead_as_text(server: Live, path: str) -> None:
     post(server, TOUR)
     refused = fetch(server, path, {"messages": said(BOTH)}, key="one")
-    assert refused.status_code == 400 and "their schema is registered as eager" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "register its schema with ?eager=true" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -681,7 +681,7 @@ def test_a_prompt_of_modules_among_other_messages_is_refused(
 ) -> None:
     if known:
         post(server, TOUR)
-    with pytest.raises(openai.BadRequestError, match=rf"the only message of its request, and messages\[{place}\]"):
+    with pytest.raises(openai.BadRequestError, match=rf"must be the only message, and messages\[{place}\]"):
         client.chat.completions.create(model=NAME, messages=messages, max_tokens=2)  # type: ignore[arg-type]
 
 

@@ -209,7 +209,7 @@ def test_what_cannot_work_ends_with_one_line_and_exit_code_2(
     missing = tmp_path / "missing.txt"  # a model, a schema or a text; a schema is looked at first
     options: dict[str, list[object]] = {
         "no model": [tmp_path / "nothing"],
-        "broken.jinja, line 2, is no Jinja template": [model, "--chat-template", broken],
+        "broken.jinja, line 2, is not a valid Jinja template": [model, "--chat-template", broken],
         "missing.txt cannot be read": [model, "--share-prefix", missing],
         "API key": [model, "--api-key", "two words"],
         "cannot listen on 192.0.2.1": [model, "--host", "192.0.2.1"],

@@ -208,14 +208,14 @@ def test_a_constraint_that_would_not_be_followed_is_refused_and_free_text_is_not
     for body in (wire.ChatBody, wire.CompletionBody):
         said = refusal(body, {"grammar": "root ::= a"})
         assert said.startswith("grammar: not supported; ") and said.endswith(
-            "say it as a JSON schema, a regex or a choice, or ask an LLM of your own"
+            "use a JSON schema, a regex or a choice, or follow the grammar offline, with pando.LLM"
         )
     for field, value in others.items():
         way = field.removeprefix("guided_")
         for body in (wire.ChatBody, wire.CompletionBody):
-            assert refusal(body, {field: value}).startswith(f'{field}: not supported; say it with structured_outputs, as {{"{way}": ...}}')
+            assert refusal(body, {field: value}).startswith(f'{field}: not supported; use structured_outputs, as {{"{way}": ...}}')
     said = refusal(wire.CompletionBody, {"response_format": {"type": "json_object"}})
-    assert "only /v1/chat/completions has it; say it with structured_outputs" in said
+    assert "only /v1/chat/completions has it; use structured_outputs" in said
 
 
 @pytest.mark.parametrize("name", ["schema", "value"])
@@ -245,7 +245,7 @@ def test_what_other_servers_do_with_a_prompt_or_an_answer_is_refused_with_what_t
         assert "logit_bias" in refusal(body, {"bad_words": ["no"]})
         assert 'truncation "auto"' in refusal(body, {"truncate_prompt_tokens": 100})
     for body in (wire.ChatBody, wire.TokenizeBody, wire.WarmBody, wire.PinBody):
-        assert "the operator's to choose" in refusal(body, {"chat_template": "{{ messages }}"})
+        assert "the operator chooses it" in refusal(body, {"chat_template": "{{ messages }}"})
         assert "into a message" in refusal(body, {"documents": [{"text": "a"}]})
 
 
