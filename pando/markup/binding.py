@@ -55,7 +55,7 @@ def bind(schema: Schema, prompt: str | bytes | Element, *, file: str = "prompt")
     element = prompt if isinstance(prompt, Element) else parse(prompt, file)
     name = prompt_schema(element)
     if name != schema.name:
-        raise element.wrong(f"the prompt is made from schema {clipped(name)!r}, and this is {schema.name!r}; name that one")
+        raise element.wrong(f"the prompt is made from schema {clipped(name)!r}, and this schema is {schema.name!r}; name this one")
     reading = Reading(schema)
     steps = reading.steps(element, schema.outline.root)
     bound = _Walk(schema, reading, element.at).bound(steps, joint=True)
@@ -124,8 +124,8 @@ class _Walk:
             if isinstance(step, Import) and not free:
                 target = self.schema.places[step.module]
                 if target < cursor:
-                    advice = "modules within a module have one" if self.schema.order == "free" else 'or use order="free"'
-                    raise step.at.wrong(f"<{step.module.name}> stands before its predecessor in the schema; change their order, {advice}")
+                    advice = ", as modules inside a module keep it" if self.schema.order == "free" else ', or use order="free"'
+                    raise step.at.wrong(f"<{step.module.name}> comes before its predecessor in the schema; use the schema's order{advice}")
             else:
                 target = len(items) if i > last else max(cursor, lead)
             if cursor < target:
@@ -149,7 +149,7 @@ class _Walk:
         ends = next((i + 1 for i in range(cursor, len(items)) if isinstance(item := items[i], Words) and item.inside is None), None)
         imports = [] if free else [self.schema.places[step.module] for step in steps if isinstance(step, Import)]
         if ends is None or any(place < ends for place in imports):
-            raise begins.at.wrong(f"<{begins.role}> stands here inside <{self.inside}> of the schema; move it out, roles do not nest")
+            raise begins.at.wrong(f"<{begins.role}> would stand inside <{self.inside}> of the schema; move it out, since roles do not nest")
         return ends
 
     def _always(self, items: Sequence[Item], module: Module) -> None:
@@ -166,7 +166,7 @@ class _Walk:
     def _words(self, words: Words, module: Module) -> None:
         if words.roles and self.open_role is not None:
             at, what = self.reading.imported.get(module, self.at), f"<{module.name}>" if module.name else "the schema"
-            raise at.wrong(f"{what} has <{words.roles[0]}>, and stands here inside <{self.open_role[0]}>; move it out, roles do not nest")
+            raise at.wrong(f"{what} has <{words.roles[0]}>, and stands in <{self.open_role[0]}> here; move it out, since roles do not nest")
         if words.roles and words.behind != tuple(self.history):
             self._check_roles(words, module)
         self.history += words.roles
@@ -187,8 +187,8 @@ class _Walk:
             if self.schema.roles.role(here, name, False, at) != self.schema.roles.role(there, name, False, at):
                 what = f"<{module.name}>" if module.name else "the schema"
                 raise at.wrong(
-                    f"{what} has <{name}>, which the model's chat template writes otherwise behind {told_roles(here)} than behind "
-                    f"{told_roles(there)}, as it stands in the schema; write that turn in the prompt"
+                    f"{what} has <{name}>, which the model's chat template writes differently after {told_roles(here)} than after "
+                    f"{told_roles(there)}, where it stands in the schema; write that turn in the prompt"
                 )
             here, there = (*here, name), (*there, name)
 

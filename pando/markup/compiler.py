@@ -107,7 +107,7 @@ def _names_of(function: FunctionType) -> dict[str, object]:
 class Compiler:
     def __init__(self, function: Callable[..., object]) -> None:
         if not inspect.isfunction(function):
-            raise MarkupError(f"{type(function).__name__} is no function; decorate one that is written with def", "python", 1, 1)
+            raise MarkupError(f"{type(function).__name__} is not a function; decorate one that is written with def", "python", 1, 1)
         self._function = function
         code = self._function.__code__
         self._file, self._line = code.co_filename, code.co_firstlineno
@@ -198,7 +198,7 @@ class Compiler:
 
     def _string(self, node: ast.expr) -> str:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
-            raise self.wrong("a value that is no string; write text in quotes", node)
+            raise self.wrong("a value that is not a string; write text in quotes", node)
         if bad := unwritable(node.value):
             raise self.wrong(bad, node)
         return node.value
@@ -295,7 +295,7 @@ class Compiler:
         if isinstance(pattern, ast.MatchOr):
             found = [self._patterns(one) for one in pattern.patterns]
             return None if None in found else [value for one in found if one is not None for value in one]
-        raise self.wrong('a case that is no constant cannot be compiled; write case "a", case "a" | "b", or case _', pattern)
+        raise self.wrong('a case that is not a constant cannot be compiled; write case "a", case "a" | "b", or case _', pattern)
 
     def _values(self, node: ast.For, constants: Values) -> Sequence[Any]:
         if not isinstance(node.target, ast.Name):
@@ -314,7 +314,7 @@ class Compiler:
         callee = getattr(found, "compiled", None)
         if not isinstance(callee, Compiled):
             raise self.wrong(
-                f"{ast.unparse(node.func)[:60]!r} is no program that is known here; call functions that were decorated before", node
+                f"{ast.unparse(node.func)[:60]!r} is not a known program; call only functions that were decorated before", node
             )
         if any(isinstance(one, ast.Starred) for one in node.args) or any(key.arg is None for key in node.keywords):
             raise self.wrong("* and ** cannot be compiled; write the arguments", node)

@@ -187,7 +187,7 @@ class _Walk:
         self.contexts += len(runs)
         if self.contexts > MAX_CONTEXTS:
             advice = 'use encode="opening", or fewer modules, params and scaffolds'
-            raise at.wrong(f"the texts of this schema see more than {MAX_CONTEXTS:,} other texts, all counted; {advice}")
+            raise at.wrong(f"the texts of this schema see more than {MAX_CONTEXTS:,} other texts in total; {advice}")
         return tuple(runs)
 
     def _fits(self, run: Run, at: Place, what: str) -> None:

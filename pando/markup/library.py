@@ -63,5 +63,5 @@ class Library:
 
 
 def _exists(element: Element, name: str) -> SchemaExists:
-    wrong = element.wrong(f"the name {name!r} is in use by a schema of other content; remove that one, or choose another name")
+    wrong = element.wrong(f"the name {name!r} is in use by a schema with different content; remove that one, or choose another name")
     return SchemaExists(wrong.message, wrong.file, wrong.line, wrong.column, wrong.text)

@@ -101,7 +101,7 @@ def named(element: Element) -> str:
     if len(name) > DEFAULT_LIMITS.name:
         raise element.wrong(f"a name of {len(name):,} characters; at most {DEFAULT_LIMITS.name} are allowed")
     if not NAME.fullmatch(name):
-        raise element.wrong(f"{clipped(name)!r} is no name; a letter or _ comes first, then letters, digits, _ . and -")
+        raise element.wrong(f"{clipped(name)!r} is not a valid name; a letter or _ comes first, then letters, digits, _ . and -")
     if element.name == "module" and name in WORDS_OF_PML:
         raise element.wrong(f"a module named {name!r}, which is a word of the language; rename it")
     return name

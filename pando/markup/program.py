@@ -24,7 +24,7 @@ class Prompt:
     def then(self, text: str) -> "Prompt":
         """The same, with new text at the end."""
         if bad := unwritable(text):
-            raise InvalidPrompt(f"the text behind a prompt has {bad}")
+            raise InvalidPrompt(f"the text after a prompt has {bad}")
         return replace(self, pml=self.pml.removesuffix("</prompt>") + _escaped(text) + "</prompt>")
 
 

@@ -85,7 +85,7 @@ class Reading:
 
     def _unknown(self, name: str, parent: Module) -> str:
         if name in WORDS_OF_PML:
-            return f"<{name}> in a prompt, where it has no place; a prompt holds imports, roles and text"
+            return f"<{name}> is not allowed in a prompt, which holds imports, roles and text; move or remove it"
         where = f"in module {parent.path!r}" if parent.path else f"in schema {self._schema.name!r}"
         for module in every(self._schema.outline.root):
             if module.name == name:
@@ -111,6 +111,6 @@ class Reading:
                 continue
             if param.default is None:
                 raise element.wrong(
-                    f'<{module.name}> misses its argument {name!r}; write <{module.name} {name}="…">, or give the param a default'
+                    f'<{module.name}> lacks its argument {name!r}; write <{module.name} {name}="…">, or give the param a default'
                 )
             self.arguments[param] = param.default

@@ -183,7 +183,7 @@ class Reader:
         else:  # it is always there, and may be what opens everything
             module = self._module(element, name, inner, history, opens and not items)
         if not name and any(not isinstance(item, Words) for item in module.items):
-            raise element.wrong("a module without a name that has an encode or cache of its own holds only text; give it a name")
+            raise element.wrong("a module without a name that sets encode or cache may hold only text; give it a name")
         items.append(module)
 
     def _union(self, element: Element, scope: _Scope, history: list[str]) -> Union:
@@ -208,9 +208,9 @@ class Reader:
     def _param(self, element: Element, scope: _Scope) -> Param:
         checked(element, "name", "len", "length", "default", "scaffold")
         if not scope.takes:
-            raise element.wrong("a param outside any module with a name, so that no prompt could give it an argument; put it in one")
+            raise element.wrong("a param outside any named module, where no prompt could give it an argument; move it into one")
         if element.children:
-            raise element.wrong(f"<{element.name}> holds something; it is empty: what it stands for comes with the prompt")
+            raise element.wrong(f"<{element.name}> has content, and must be empty: its argument comes with the prompt")
         name = named(element)
         length = self._length(element, name)
         default = alias(element, "default", "scaffold")
@@ -220,7 +220,7 @@ class Reader:
         if (tokens, length) not in self._placeholders:
             self._held += length
             if self._held > MAX_PLACEHOLDERS:
-                raise element.wrong(f"the params of this schema have more than {MAX_PLACEHOLDERS:,} tokens, all counted; make them shorter")
+                raise element.wrong(f"the params of this schema have more than {MAX_PLACEHOLDERS:,} tokens in total; make them shorter")
             self._placeholders[tokens, length] = tokens + (self._tokenizer.unknown,) * (length - len(tokens))
         return Param(name, length, None if default is None else tokens, self._placeholders[tokens, length], element.at)
 
@@ -235,7 +235,7 @@ class Reader:
     def _scaffold(self, element: Element, known: "_Known") -> tuple[Module, ...]:
         checked(element, "modules")
         if element.children:
-            raise element.wrong("<scaffold> holds something; it only names modules")
+            raise element.wrong("<scaffold> has content, and must be empty: it only names modules")
         names = element.attributes.get("modules", "").split()
         self._note("scaffold", *names)
         if len(names) < 2:
@@ -280,7 +280,7 @@ def _misplaced(name: str, parent: str) -> str:
     if name == "scaffold":
         return "<scaffold> stands directly in <schema>; move it there"
     if name in WORDS_OF_PML:
-        return f"<{name}> in <{parent}>, where it has no place"
+        return f"<{name}> is not allowed in <{parent}>; move or remove it"
     advice = (
         near(name, [*sorted(WORDS_OF_PML - {"schema", "prompt", "parameter"})])
         or "; a schema holds module, union, param, scaffold and roles"
@@ -322,7 +322,7 @@ def _joinable(known: _Known, paths: Sequence[str], element: Element) -> None:
         while within is not None:
             other, before = met.setdefault(within.union, (within.member, path))
             if other is not within.member:
-                raise element.wrong(f"a scaffold of {before!r} and {path!r}, of which no prompt imports more than one; name one of them")
+                raise element.wrong(f"a scaffold of {before!r} and {path!r}, which no prompt can import together; name one of them")
             within = within.around
 
 
@@ -330,5 +330,5 @@ def _only_opens(root: Module) -> None:
     for item in root.items[1:]:
         if (isinstance(item, Words) and item.tokens) or (isinstance(item, Module) and not item.name):
             raise item.at.wrong(
-                'text behind a module in a schema of order="free", where text may only open the schema; move it up, or into the prompt'
+                'text after a module in a schema with order="free", where text may only come first; move it up, or into the prompt'
             )

@@ -124,7 +124,7 @@ class Roles:
             try:
                 found = self._rendered[path, answer] = self._tokenizer.chat(messages, add_generation_prompt=answer)
             except PandoError as error:
-                raise at.wrong(f"<{path[-1]}> behind {told_roles(path[:-1])}: {error}") from error
+                raise at.wrong(f"<{path[-1]}> after {told_roles(path[:-1])}: {error}") from error
         return found
 
 
@@ -141,4 +141,4 @@ def told_roles(roles: Sequence[str]) -> str:
 
 def _uncut(path: tuple[str, ...], at: Place, why: str) -> MarkupError:
     advice = "write the template's own text instead of roles, or give the model another template"
-    return at.wrong(f"the model's chat template cannot be cut around <{path[-1]}> behind {told_roles(path[:-1])}: {why}; {advice}")
+    return at.wrong(f"the model's chat template cannot be cut around <{path[-1]}> after {told_roles(path[:-1])}: {why}; {advice}")

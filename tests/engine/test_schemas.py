@@ -152,7 +152,7 @@ def test_of_two_registrations_of_one_name_at_the_same_moment_one_stays() -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(failures) == 7 and all("in use by a schema of other content" in failure for failure in failures)
+    assert len(failures) == 7 and all("in use by a schema with different content" in failure for failure in failures)
     assert llm.schemas.names() == ["tour"]
 
 

@@ -41,13 +41,13 @@ def inside(text, facts=""):
     [
         ("^<modul name='a'/>", "unknown element <modul>; did you mean 'module'?"),
         ("^<xyzzy/>", "unknown element <xyzzy>; a schema holds module, union, param, scaffold and roles"),
-        ("^<prompt/>", "<prompt> in <schema>, where it has no place"),
+        ("^<prompt/>", "<prompt> is not allowed in <schema>; move or remove it"),
         ("<module name='a'>^<scaffold modules='a b'/></module>", "<scaffold> stands directly in <schema>; move it there"),
         ("^<module nam='a'/>", "unknown attribute 'nam' of <module>; it takes name, src, cache, encode"),
         ("^<user name='a'/>", "unknown attribute 'name' of <user>; it takes none"),
         ("^<union name='a'/>", "unknown attribute 'name' of <union>; it takes default, scaffold"),
-        ("^<module name='1a'/>", "'1a' is no name; a letter or _ comes first, then letters, digits, _ . and -"),
-        ("^<module name='a b'/>", "'a b' is no name; a letter or _ comes first, then letters, digits, _ . and -"),
+        ("^<module name='1a'/>", "'1a' is not a valid name; a letter or _ comes first, then letters, digits, _ . and -"),
+        ("^<module name='a b'/>", "'a b' is not a valid name; a letter or _ comes first, then letters, digits, _ . and -"),
         ("^<module name=''/>", '<module> without a name; give it one, as in <module name="…">'),
         ("^<module name='user'/>", "a module named 'user', which is a word of the language; rename it"),
         ("<module name='a'/>^<module name='a'/>", "a second module 'a' in one scope (the first: line 2); rename one"),
@@ -66,7 +66,7 @@ def inside(text, facts=""):
         ("^<union default='a' scaffold='a'><module name='a'/></union>", "both default and scaffold, which mean the same; remove one"),
         (
             "^<param name='x' len='3'/>",
-            "a param outside any module with a name, so that no prompt could give it an argument; put it in one",
+            "a param outside any named module, where no prompt could give it an argument; move it into one",
         ),
         ("<module name='a'>^<param len='3'/></module>", '<param> without a name; give it one, as in <param name="…">'),
         (
@@ -82,13 +82,13 @@ def inside(text, facts=""):
         ),
         (
             "<module name='a'>^<param name='x' len='2'>b</param></module>",
-            "<param> holds something; it is empty: what it stands for comes with the prompt",
+            "<param> has content, and must be empty: its argument comes with the prompt",
         ),
         ("^<module name='a' cache='no'/>", "cache is 'no'; it is one of true, false"),
         ("^<module name='a' encode='all'/>", "encode is 'all'; it is one of opening, isolated, causal"),
         (
             "^<module cache='false'><module name='a'/></module>",
-            "a module without a name that has an encode or cache of its own holds only text; give it a name",
+            "a module without a name that sets encode or cache may hold only text; give it a name",
         ),
         ("<user>^<system/></user>", "<system> inside another role; close that one first"),
         ("<user><module name='a'>^<system/></module></user>", "<system> inside another role; close that one first"),
@@ -101,11 +101,11 @@ def inside(text, facts=""):
         ),
         (
             "^<scaffold modules='a b'/><union><module name='a'/><module name='b'/></union>",
-            "a scaffold of 'a' and 'b', of which no prompt imports more than one; name one of them",
+            "a scaffold of 'a' and 'b', which no prompt can import together; name one of them",
         ),
         (
             "^<scaffold modules='a/x b'/><union><module name='a'><module name='x'/></module><module name='b'/></union>",
-            "a scaffold of 'a/x' and 'b', of which no prompt imports more than one; name one of them",
+            "a scaffold of 'a/x' and 'b', which no prompt can import together; name one of them",
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_free_order_on_a_model_whose_positions_cannot_move_is_an_error():
 @pytest.mark.parametrize("text", ["<module name='a'/> b", "<user><module name='a'/></user>", "<union><module name='a'/></union>x"])
 def test_in_free_order_text_behind_a_module_is_an_error(text):
     assert (
-        'text behind a module in a schema of order="free", where text may only open the schema'
+        'text after a module in a schema with order="free", where text may only come first'
         in refused(inside(text, ' order="free"')).message
     )
 
@@ -156,11 +156,11 @@ def test_in_free_order_text_behind_a_module_is_an_error(text):
         ("<tokyo>^<xyz/></tokyo>", "unknown module <xyz> in module 'tokyo'; there are none"),
         ("^<hotel/>", "<hotel> is imported outside of its parent; import it inside <trip>"),
         ("<trip days='1'>^<tokyo/></trip>", "<tokyo> is imported outside of its parent; import it inside no other module"),
-        ("^<module name='a'/>", "<module> in a prompt, where it has no place; a prompt holds imports, roles and text"),
+        ("^<module name='a'/>", "<module> is not allowed in a prompt, which holds imports, roles and text; move or remove it"),
         ("<tokyo/>^<tokyo/>", "<tokyo> is imported twice (first in line 1); remove one"),
         ("<tokyo/>^<rio/>", "<rio> beside <tokyo>, two members of one union; choose one"),
-        ("<tokyo/>^<trip days='1'/>", '<trip> stands before its predecessor in the schema; change their order, or use order="free"'),
-        ("^<trip/>", "<trip> misses its argument 'days'; write <trip days=\"…\">, or give the param a default"),
+        ("<tokyo/>^<trip days='1'/>", '<trip> comes before its predecessor in the schema; use the schema\'s order, or use order="free"'),
+        ("^<trip/>", "<trip> lacks its argument 'days'; write <trip days=\"…\">, or give the param a default"),
         ("^<trip day='1'/>", "unknown argument 'day' of <trip>; did you mean 'days'?"),
         ("^<tokyo day='1'/>", "unknown argument 'day' of <tokyo>; it takes none"),
         ("^<trip days='12345'/>", "the argument 'days' of <trip> has 5 tokens, and 4 are allowed; shorten it, or raise len in the schema"),
@@ -213,7 +213,7 @@ def test_contexts_without_end_are_refused(monkeypatch):
     monkeypatch.setattr(layout, "MAX_CONTEXTS", 1000)
     many = "".join(f"<module name='m{i}'>x</module>" for i in range(100))
     assert schema(inside(many))
-    assert 'see more than 1,000 other texts, all counted; use encode="opening"' in refused(inside(many, ' encode="causal"')).message
+    assert 'see more than 1,000 other texts in total; use encode="opening"' in refused(inside(many, ' encode="causal"')).message
 
 
 def test_too_many_scaffolds_are_refused():
@@ -292,7 +292,9 @@ def test_a_schema_name_in_use_with_other_content_is_an_error(library):
     assert library.add(inside("<!-- again -->one")) is first, "the same content is the same schema"
     with pytest.raises(MarkupError) as caught:
         library.add(inside("two"), file="two.pml")
-    assert str(caught.value) == "two.pml:1:1: the name 's' is in use by a schema of other content; remove that one, or choose another name"
+    assert str(caught.value) == (
+        "two.pml:1:1: the name 's' is in use by a schema with different content; remove that one, or choose another name"
+    )
     assert library.get("s") is first
     assert library.remove("s") is first
     assert library.add(inside("two")) is not first
@@ -332,7 +334,7 @@ def test_nothing_is_half_registered(library):
 
 
 def test_a_prompt_of_another_schema_is_an_error():
-    with pytest.raises(MarkupError, match="made from schema 'other', and this is 's'; name that one"):
+    with pytest.raises(MarkupError, match="made from schema 'other', and this schema is 's'; name this one"):
         bind(TRIP, "<prompt schema='other'/>")
 
 
@@ -372,7 +374,7 @@ def test_paths_that_are_too_long_are_refused():
 def test_params_that_are_too_long_together_are_refused(monkeypatch):
     monkeypatch.setattr(reader, "MAX_PLACEHOLDERS", 100)
     params = [f"<module name='m{i}'><param name='p' len='20' default='{i}'/></module>" for i in range(6)]
-    assert refused(inside("".join(params))).message == "the params of this schema have more than 100 tokens, all counted; make them shorter"
+    assert refused(inside("".join(params))).message == "the params of this schema have more than 100 tokens in total; make them shorter"
     schema(inside("".join(params[:5])))
     schema(inside("".join(f"<module name='m{i}'><param name='p' len='20'/></module>" for i in range(50))))  # equal ones are one
 
@@ -385,7 +387,7 @@ def test_of_thousands_of_names_the_nearest_is_found():
 
 def test_modules_within_a_module_keep_their_order_where_that_of_the_schema_is_free():
     known = schema(inside('<module name="p"><module name="a"/><module name="b"/></module><module name="q"/>', ' order="free"'))
-    message = "<a> stands before its predecessor in the schema; change their order, modules within a module have one"
+    message = "<a> comes before its predecessor in the schema; use the schema's order, as modules inside a module keep it"
     assert refused_prompt("<q/><p><b/><a/></p>", known).message == message
 
 

@@ -112,7 +112,7 @@ def test_characters_that_xml_cannot_hold_are_named():
 
     with pytest.raises(MarkupError, match=r"the argument 'x' of echo\(\) has the character U\+000C, which PML cannot hold; remove it"):
         echo("a\fb")
-    with pytest.raises(InvalidPrompt, match=r"the text behind a prompt has the character U\+0000"):
+    with pytest.raises(InvalidPrompt, match=r"the text after a prompt has the character U\+0000"):
         echo("a").then("\0")
 
 
@@ -390,16 +390,16 @@ def user():
         (unannotated, 1, r"'x' has no length; annotate it: x: Annotated\[str, Len\(10\)\]"),
         (formatted, 1, "a conversion or format in braces; braces hold only a name"),
         (unknown_name, 1, "'undefined_name' is neither an argument nor a constant"),
-        (number, 1, "a value that is no string; write text in quotes"),
+        (number, 1, "a value that is not a string; write text in quotes"),
         (calls_the_world, 1, r"cannot be compiled; use arguments, constants, comparisons, and, or, not"),
-        (calls_no_program, 1, "'print' is no program that is known here; call functions that were decorated before"),
+        (calls_no_program, 1, "'print' is not a known program; call only functions that were decorated before"),
         (loops_over_arguments, 1, "'xs' is neither an argument nor a constant|'xs'"),
         (loops_over_pairs, 1, "a loop over more than one variable; use one"),
         (loops_over_its_argument, 1, "the variable of a loop is 'x', which has a meaning already; rename it"),
         (loops_over_its_loop, 2, "the variable of a loop is 'x', which has a meaning already; rename it"),
         (loops_for_long, 1, "a loop of 1,000,000,000 rounds; at most 10,000 are unrolled"),
         (guards, 2, "a case with a guard cannot be compiled; use if"),
-        (captures, 2, "a case that is no constant cannot be compiled"),
+        (captures, 2, "a case that is not a constant cannot be compiled"),
         (controls, 1, r"the character U\+0001, which PML cannot hold; remove it"),
         (misses_an_argument, 1, r"tool\(\): missing a required argument: 'name'"),
         (spreads, 1, r"\* and \*\* cannot be compiled; write the arguments"),
@@ -427,13 +427,13 @@ def test_a_function_that_calls_itself_is_refused_at_the_call():
             f"{x}"
             again(x)
 
-    assert caught.value.message == "'again' is no program that is known here; call functions that were decorated before"
+    assert caught.value.message == "'again' is not a known program; call only functions that were decorated before"
     assert caught.value.text.strip() == "again(x)"
 
 
 def test_a_function_without_source_or_that_is_none_is_refused():
     assert "the source of this function cannot be found" in refusal(lambda: "x").message
-    assert "is no function; decorate one that is written with def" in refusal(print).message
+    assert "is not a function; decorate one that is written with def" in refusal(print).message
 
 
 def test_a_call_that_the_signature_does_not_allow_is_an_error_at_the_function():

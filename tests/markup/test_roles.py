@@ -82,8 +82,8 @@ def test_imports_may_stand_in_a_role_of_the_prompt():
 def test_roles_do_not_nest():
     known = schema('<schema name="s">O<module name="shot"><user>1</user></module><module name="a">A</module><user>2</user></schema>')
     for inner, message in (
-        ("<user><shot/></user>", "<shot> has <user>, and stands here inside <user>; move it out, roles do not nest"),
-        ("<user><a/>Q</user>", "the schema has <user>, and stands here inside <user>; move it out, roles do not nest"),
+        ("<user><shot/></user>", "<shot> has <user>, and stands in <user> here; move it out, since roles do not nest"),
+        ("<user><a/>Q</user>", "the schema has <user>, and stands in <user> here; move it out, since roles do not nest"),
     ):
         with pytest.raises(MarkupError) as caught:
             prompt(known, inner)
@@ -102,7 +102,7 @@ def test_a_role_of_the_schema_is_ended_before_one_of_the_prompt_begins():
     for inner in ("<user>Q<b/></user>", "<user>Q</user><b/><doc/>"):
         with pytest.raises(MarkupError) as caught:
             prompt(known, inner)
-        assert caught.value.message == "<user> stands here inside <system> of the schema; move it out, roles do not nest"
+        assert caught.value.message == "<user> would stand inside <system> of the schema; move it out, since roles do not nest"
 
 
 def test_a_turn_that_the_template_writes_otherwise_behind_others_is_refused_where_it_is_imported():
@@ -112,8 +112,8 @@ def test_a_turn_that_the_template_writes_otherwise_behind_others_is_refused_wher
     with pytest.raises(MarkupError) as caught:
         prompt(known, "<f/><g/><user>q</user>")
     assert caught.value.message == (
-        "<g> has <user>, which the model's chat template writes otherwise behind <system> <user> <assistant> than behind <system>, "
-        "as it stands in the schema; write that turn in the prompt"
+        "<g> has <user>, which the model's chat template writes differently after <system> <user> <assistant> than after <system>, "
+        "where it stands in the schema; write that turn in the prompt"
     )
     assert text_of(prompt(known, "<f/><user>q</user>")) == "<s>[(SYS S SYS)f] !</s><s>[q]"
 
@@ -141,20 +141,20 @@ def test_the_answer_is_the_assistants_only_behind_a_user():
         (
             "greedy",
             "<user>Hi</user>",
-            "the model's chat template cannot be cut around <user> behind nothing: it leaves out or repeats the message",
+            "the model's chat template cannot be cut around <user> after nothing: it leaves out or repeats the message",
         ),
         (
             "turning",
             "<user>1</user><assistant>2</assistant>",
-            "cannot be cut around <assistant> behind <user>: what it has written before changes with this message",
+            "cannot be cut around <assistant> after <user>: what it has written before changes with this message",
         ),
-        ("echo", "<user>1</user><assistant>2</assistant>", "cannot be cut around <assistant> behind <user>: it repeats an earlier message"),
+        ("echo", "<user>1</user><assistant>2</assistant>", "cannot be cut around <assistant> after <user>: it repeats an earlier message"),
         (
             "late",
             "<system>1</system><user>2</user><user>3</user>",
-            "behind <system> <user>: what it has written before changes with this message",
+            "after <system> <user>: what it has written before changes with this message",
         ),
-        ("llama", "<user>1</user><user>2</user>", "<user> behind <user>: roles must take turns"),
+        ("llama", "<user>1</user><user>2</user>", "<user> after <user>: roles must take turns"),
     ],
 )
 def test_a_template_that_cannot_be_cut_says_so(style, inner, message):
@@ -173,7 +173,7 @@ def test_a_template_that_cannot_be_cut_before_the_answer_says_so():
             return ("<start>" if add_generation_prompt else "") + super().chat(messages, add_generation_prompt=False)
 
     known = read_schema('<schema name="s">O</schema>', Moody(), movable=True, max_len=100)
-    with pytest.raises(MarkupError, match="cannot be cut around <user> behind nothing: what it has written before changes with the answer"):
+    with pytest.raises(MarkupError, match="cannot be cut around <user> after nothing: what it has written before changes with the answer"):
         prompt(known, "<user>Hi</user>")
 
 
