@@ -2,12 +2,12 @@
 
 PARTS = {  # what can be measured alone
     "attention": "attention alone, over trees of segments",
-    "throughput": "whole engines, in the tables of the papers",
-    "modules": "how soon prompts made of modules are answered",
-    "store": "conversations that come back from below the pool",
+    "throughput": "whole engines, measured as the papers did",
+    "modules": "prompts made of modules: time to the first token, and answer quality",
+    "store": "conversations that come back from host memory, disk or a remote",
     "truncation": "conversations that outgrow the window",
-    "trace": "a trace of requests, replayed with each policy",
+    "trace": "a trace of requests, replayed with each eviction policy",
     "serve": "load on any OpenAI-compatible server",
     "overhead": "what answering over HTTP costs",
-    "soak": "mixed load on a small server, and whatever goes wrong",
+    "soak": "mixed load on a small server, to see whether anything goes wrong",
 }

@@ -101,9 +101,9 @@ def _address(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         sound = False
     if not sound or parts.query or parts.fragment or not url.isprintable() or " " in url:
-        raise InvalidOption(f"--url {url!r} is no address of a server; give one such as http://127.0.0.1:8000")
+        raise InvalidOption(f"--url {url!r} is not the address of a server; give one such as http://127.0.0.1:8000")
     if parts.username is not None:
-        raise InvalidOption("--url holds a user name or password, which would be printed; give a key with --api-key")
+        raise InvalidOption("--url has a user name or password, which would be printed; give a key with --api-key instead")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -116,50 +116,56 @@ def _rates(text: str) -> list[float]:
 
 
 def parser() -> Parser:
-    about = "Load an OpenAI-compatible server, any of them, with requests that arrive when they are meant to, and measure what comes back."
+    about = "Send requests to any OpenAI-compatible server, at the times they are meant to arrive, and measure what comes back."
     made = Parser(prog="pando bench serve", description=about, allow_abbrev=False)
     _add_server(made.add_argument_group("the server"))
     _add_arrivals(made.add_argument_group("arrivals"))
-    _add_workload(made.add_argument_group("what is asked", "Lengths are in tokens, and met on average: see --tokens-per-word."))
+    _add_workload(made.add_argument_group("the workload", "Lengths are in tokens, and are met on average: see --tokens-per-word."))
     _add_output(made.add_argument_group("output"))
     return made
 
 
 def _add_server(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="its address, with or without /v1 (%(default)s)")
-    to.add_argument("--model", metavar="NAME", help="the model to ask for (the first that the server lists)")
-    to.add_argument("--api-key", metavar="KEY", help="its key (PANDO_API_KEY or OPENAI_API_KEY of the environment)")
-    to.add_argument("--endpoint", choices=get_args(Endpoint), default="chat", help="the route of requests (%(default)s)")
-    ignore = "answers of exactly the length asked for, where the server takes ignore_eos (yes)"
+    to.add_argument("--model", metavar="NAME", help="the model to use (the first that the server lists)")
+    to.add_argument("--api-key", metavar="KEY", help="its API key (PANDO_API_KEY or OPENAI_API_KEY from the environment)")
+    to.add_argument("--endpoint", choices=get_args(Endpoint), default="chat", help="the route that requests use (%(default)s)")
+    ignore = "make answers exactly as long as requested, if the server knows ignore_eos (yes)"
     to.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=ignore)
-    to.add_argument("--timeout", type=number(), default=600.0, metavar="S", help="seconds until a request has failed (600)")
+    to.add_argument("--timeout", type=number(), default=600.0, metavar="S", help="seconds after which a request counts as failed (600)")
 
 
 def _add_arrivals(to: argparse._ArgumentGroup) -> None:
     rates = to.add_mutually_exclusive_group()
     rates.add_argument("--rate", type=_rate, default=1.0, metavar="R", help="requests per second, Poisson; inf: all at once (1)")
     rates.add_argument("--rates", type=_rates, metavar="R,R,...", help="several rates, one after the other, such as 1,2,4,inf")
-    to.add_argument("--requests", type=whole(1), metavar="N", help=f"requests of each rate ({REQUESTS} without --duration)")
-    to.add_argument("--duration", type=number(), metavar="S", help="seconds in which requests arrive; conversations that began go on")
-    to.add_argument("--concurrency", type=whole(1), metavar="N", help="requests in flight at most; what it delays is counted (no limit)")
-    to.add_argument("--warmup", type=whole(0), default=0, metavar="N", help="requests before, with texts of their own, not counted (0)")
-    to.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of arrivals and texts; another gives others (0)")
+    to.add_argument("--requests", type=whole(1), metavar="N", help=f"requests at each rate ({REQUESTS} without --duration)")
+    to.add_argument(
+        "--duration", type=number(), metavar="S", help="seconds during which requests arrive; conversations that have begun are finished"
+    )
+    to.add_argument(
+        "--concurrency", type=whole(1), metavar="N", help="the most requests in flight; delays it causes are counted (no limit)"
+    )
+    to.add_argument(
+        "--warmup", type=whole(0), default=0, metavar="N", help="requests sent before, with texts of their own; they are not counted (0)"
+    )
+    to.add_argument("--seed", type=whole(0), default=0, metavar="N", help="seed of arrivals and texts; another seed gives others (0)")
 
 
 def _add_workload(to: argparse._ArgumentGroup) -> None:
-    to.add_argument("--workload", choices=get_args(Kind), default="shared-prefix", help="(%(default)s)")
-    prefix = f"shared, as the system prompt ({PREFIX_TOKENS} with shared-prefix, 0 with others)"
+    to.add_argument("--workload", choices=get_args(Kind), default="shared-prefix", help="what prompts look like (%(default)s)")
+    prefix = f"length of the shared system prompt ({PREFIX_TOKENS} with shared-prefix, 0 with others)"
     to.add_argument("--prefix-tokens", type=whole(0), metavar="N", help=prefix)
-    to.add_argument("--groups", type=whole(1), default=1, metavar="N", help="different shared prefixes (1)")
-    to.add_argument("--prompt-tokens", type=whole(1), default=64, metavar="N", help="of each request's, or turn's, own (64)")
-    to.add_argument("--output-tokens", type=whole(1), default=64, metavar="N", help="of each answer (64)")
-    to.add_argument("--turns", type=whole(1), metavar="N", help=f"of a conversation, with multi-turn ({TURNS})")
+    to.add_argument("--groups", type=whole(1), default=1, metavar="N", help="number of different shared prefixes (1)")
+    to.add_argument("--prompt-tokens", type=whole(1), default=64, metavar="N", help="length of each request's, or turn's, own text (64)")
+    to.add_argument("--output-tokens", type=whole(1), default=64, metavar="N", help="length of each answer (64)")
+    to.add_argument("--turns", type=whole(1), metavar="N", help=f"turns of a conversation, with multi-turn ({TURNS})")
     to.add_argument(
         "--think", type=number(zero=True), default=1.0, metavar="S", help="mean seconds between an answer and the next turn (1)"
     )
     to.add_argument("--lengths", type=Path, metavar="FILE", help="with lengths: a CSV file of prompt and answer tokens to draw from")
-    to.add_argument("--text", type=Path, metavar="FILE", help="a text that prompts are cut from (random words)")
-    ratio = "tokens of a word, to meet the lengths (measured by two requests)"
+    to.add_argument("--text", type=Path, metavar="FILE", help="a text from which prompts are cut (random words)")
+    ratio = "tokens per word, to meet the lengths (measured by two requests)"
     to.add_argument("--tokens-per-word", type=number(), metavar="X", help=ratio)
 
 

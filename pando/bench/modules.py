@@ -178,13 +178,13 @@ def draw(curve: Sequence[Result], title: str, file: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Measure prompts made of modules: the time to their first token, and how near their answers are to those of plain prompts."
+    about = "Measure prompts made of modules: the time to the first token, and how close answers are to those of plain prompts."
     parser = Parser(prog="pando bench modules", description=about)
     add_model(parser)
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"of each; medians count ({Sizes.repeats})")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each timing; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with xquad_en.json: compare answers, too")
-    parser.add_argument("--questions", type=int, default=100, metavar="N", help="that are asked (100)")
+    parser.add_argument("--questions", type=int, default=100, metavar="N", help="how many questions to ask (100)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which questions (0)")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the time to the first token over the tokens of modules")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")

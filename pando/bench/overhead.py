@@ -167,6 +167,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--firsts", type=int, default=sizes.firsts, metavar="N", help=f"prompts whose first token is timed ({sizes.firsts})"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="where the prompts come from (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the prompts (0)")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser

@@ -196,13 +196,15 @@ def _text(file: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Compare answers made from a schema's modules with those to the plain prompts of the same text."
+    about = "Compare answers to prompts made of a schema's modules with answers to plain prompts of the same text."
     parser = Parser(prog="pando schema quality", description=about)
     parser.add_argument("file", type=Path, metavar="FILE", help="the schema, in PML")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="P", help="a file of prompts; each begins on a line with <prompt")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, metavar="P", help="a file of prompts; each begins on a line that starts with <prompt"
+    )
     parser.add_argument("--model", default=EngineConfig.model, metavar="M", help=f"the model ({EngineConfig.model})")
     parser.add_argument("--repair", default=",".join(f"{each:g}" for each in REPAIRS), metavar="R,R", help="shares to repair (0,0.1,0.2,1)")
-    parser.add_argument("--encode", metavar="E,E", help=f"instead of what the schema says: {', '.join(ENCODES)}")
+    parser.add_argument("--encode", metavar="E,E", help=f"ways to encode, instead of the schema's: {', '.join(ENCODES)}")
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
     add_device(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write the numbers, too")

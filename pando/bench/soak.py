@@ -188,12 +188,14 @@ def as_json(seen: Observed, results: Sequence[Result], argv: Sequence[str]) -> d
 
 
 def _parser() -> Parser:
-    about = "Load a small server of two tenants with requests of every kind, and check that all is answered rightly and given back."
+    about = (
+        "Load a small server with two tenants and requests of every kind; check that all answers are right and everything is given back."
+    )
     parser = Parser(prog="pando bench soak", description=about)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="how long the load lasts (10)")
     parser.add_argument("--clients", type=int, default=8, metavar="N", help="clients at the same time (8)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="where all choices come from (0)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds after which a request is stuck (120)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices (0)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds after which a request counts as stuck (120)")
     parser.add_argument("--margin-mib", type=int, default=64, metavar="N", help="MiB that memory may grow after the warm-up (64)")
     add_name(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample and counter, too")

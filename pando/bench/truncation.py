@@ -214,14 +214,14 @@ def _spread(moved: Sequence[float], recomputed: Sequence[float]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Measure truncation: how well and how soon a model goes on when half of a full window is dropped."
+    about = "Measure truncation: how well and how soon a model continues when half of a full window is dropped."
     parser = Parser(prog="pando bench truncation", description=about)
     parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
     add_device(parser)
-    parser.add_argument("--windows", type=int, metavar="N", help=f"of the text, evenly spread ({Sizes.windows})")
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"of each time; medians count ({Sizes.repeats})")
+    parser.add_argument("--windows", type=int, metavar="N", help=f"number of windows, evenly spread over the text ({Sizes.windows})")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each timing; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the windows are cut from")
-    parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder that has one; also {DATA_VARIABLE}")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the text from which the windows are cut")
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder with such a text; also {DATA_VARIABLE}")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")
     return parser
