@@ -19,27 +19,29 @@ from pando.engine.graphs import SCARCE, SEEN_BY_OTHERS, SEEN_WITH_PROMPTS, Graph
 from pando.engine.request import Request
 from pando.engine.row import Schedule
 from pando.engine.sampler import likeliest
-from pando.kernels import reference
+from pando.kernels.native import Dense, NativeLowering
 from pando.kernels.reads import Reads
 from pando.kernels.reference import Geometry
 from pando.model.load import Model
 from pando.store.speeds import Speeds
 from pando.store.transfer import Load
 from tests.engine.test_store import evict
-from tests.tiny import greedy, run, tiny_engine, tiny_model
+from tests.tiny import greedy, native_library, run, tiny_engine, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlap")]
 
 
-class Slow:
-    """A plan in the definition's hands, with room for so much as it needs."""
+class Plan:
+    """A plan of the kernels in C, with room for so much as it needs."""
 
     staged = None
 
-    def __init__(self, geometry: Geometry, reads: Reads, positions: Tensor, spare: float, before: "Slow | None") -> None:
+    def __init__(self, geometry: Geometry, reads: Reads, positions: Tensor, spare: float, before: "Plan | None") -> None:
         room = [int(count * spare) for count in self.needs(reads)]
-        self._geometry, self._room = geometry, list(map(max, room, before._room)) if before else room
-        self._reads, self._positions = list(reads.each()), positions
+        self._room = list(map(max, room, before._room)) if before else room
+        self._lower = lambda reads, positions: NativeLowering(native_library(), Dense(), reads, positions, geometry)
+        self._lowering = self._lower(reads, positions)
+        self._next: Reads | None = None
 
     @staticmethod
     def needs(reads: Reads) -> tuple[int, ...]:
@@ -48,14 +50,17 @@ class Slow:
     def replace(self, reads: Reads, count: int) -> bool:
         fits = all(map(le, self.needs(reads), self._room))
         if fits:
-            self._reads = list(reads.each())
+            self._next = reads
         return fits
 
     def begin(self, positions: Tensor) -> None:
-        self._positions = positions
+        if self._next is None:
+            self._lowering.begin(positions)
+        else:
+            self._lowering, self._next = self._lower(self._next, positions), None
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.attend(q, k, v, self._reads, self._positions, self._geometry)
+        return self._lowering.attend(q, turned, k, v)
 
 
 def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda reads: None) -> Graphs:
@@ -65,7 +70,7 @@ def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda read
     if engine.store is not None:
         moved = engine.store.transfer
         moved.mover.__init__(pool, moved.shape, moved.codec)  # type: ignore[misc]
-    lower = lambda reads, at, spare, before: Slow(decoder.geometry, reads, at, spare, before)  # noqa: E731
+    lower = lambda reads, at, spare, before: Plan(decoder.geometry, reads, at, spare, before)  # noqa: E731
     engine.graphs = Graphs(decoder, pool, lower, launches, lambda work, layered: work)
     return engine.graphs
 
@@ -110,7 +115,7 @@ def test_a_plan_that_a_graph_has_no_room_for_is_captured_anew(model: Model) -> N
 def test_plans_that_come_in_turns_do_not_send_each_others_graphs_away(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has more reads, the other more pages: what is captured anew has room for both."""
     monkeypatch.setattr(graphs_module, "SPARE", 1.0)
-    monkeypatch.setattr(Slow, "needs", lambda self, reads: (len(reads.tokens), len(reads.pages)))
+    monkeypatch.setattr(Plan, "needs", lambda self, reads: (len(reads.tokens), len(reads.pages)))
     engine = tiny_engine(model, max_num_seqs=16, max_num_batched_tokens=600)
     graphs, captures = captured(engine), list[int]()
     for turn in range(SEEN_WITH_PROMPTS + 3):
@@ -125,7 +130,7 @@ def test_a_plan_that_a_graph_has_no_room_for_is_offered_to_it_once(model: Model,
     engine, offered = tiny_engine(model, page_size=16, max_num_seqs=4), list[int]()
     graphs = captured(engine)
     run(engine, [Request(f"before {i}", prompt(i, 3), greedy(3)) for i in range(4)])
-    monkeypatch.setattr(Slow, "replace", lambda self, reads, count: offered.append(id(reads)) or False)
+    monkeypatch.setattr(Plan, "replace", lambda self, reads, count: offered.append(id(reads)) or False)
     engine.add(Request("r", prompt(9, 3), greedy(10)))
     while engine.has_work:
         engine.step()
@@ -187,7 +192,7 @@ def test_where_there_is_no_memory_to_capture_much_before_it_is_captured_when_it_
 
 
 def test_a_graph_goes_only_when_the_one_that_takes_its_place_is_there(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slow, "replace", lambda *_: False)
+    monkeypatch.setattr(Plan, "replace", lambda *_: False)
     engine = tiny_engine(model)
     graphs, alive = captured(engine), list[int]()
     made: WeakSet[Any] = WeakSet()
