@@ -313,6 +313,9 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("serv", "did you mean serve? See `pando --help`"),
         ("serve --kv-cache-dtype fp8", "unknown argument '--kv-cache-dtype'; it is --kv-dtype here"),
         ("serve -np 4", "unknown argument '-np'; it is --max-num-seqs here"),
+        ("serve --no-enable-prefix-caching", "it is --no-prefix-caching here"),
+        ("chat --context-shift", "it is --truncation auto here"),
+        ("serve --swap-space 4", "it is --host-gib here"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, line, complaint):
