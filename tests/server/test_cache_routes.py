@@ -230,7 +230,7 @@ def test_what_was_evicted_before_it_could_be_pinned_is_said(server: Live, monkey
     monkeypatch.setattr(service, "compute", evicted)
     monkeypatch.setattr(service, "ask_engine", starved)
     refused = send(server, "/v1/cache/pin", {"prompt": LONG})
-    assert refused.status_code == 400 and "it was evicted before it could be pinned" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "was evicted before it could be pinned" in refused.json()["error"]["message"]
     assert not list(service.loop._engine.pins)
 
 

@@ -209,7 +209,7 @@ def test_a_conversation_is_tokenised_as_it_is_answered(server: Live, client: ope
 
 def test_what_is_no_token_is_refused(server: Live) -> None:
     refused = fetch(server, "/detokenize", {"tokens": [5, 257]})
-    assert refused.status_code == 400 and "257 is no token" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "257 is not a token" in refused.json()["error"]["message"]
 
 
 def test_the_state_of_the_server_is_told(server: Live) -> None:

@@ -183,7 +183,7 @@ def test_where_one_answer_fails_the_last_tokens_of_the_others_are_in_the_log(
     monkeypatch.setattr(Answer, "_taken", fails)
     before, user = counters(server)["pando_generated_tokens_total"], f"three answers, {stream}"
     asked = {"prompt": user, "max_tokens": 100, "n": 3, "ignore_eos": True, "seed": 1, "stream": stream, "user": user}
-    assert "no token could be chosen or told" in fetch(server, "/v1/completions", asked).text
+    assert "no token could be chosen or sent" in fetch(server, "/v1/completions", asked).text
     have_left(server)
     [line] = [line for line in map(json.loads, server.log.getvalue().splitlines()) if line.get("user") == user]
     came = counters(server)["pando_generated_tokens_total"] - before

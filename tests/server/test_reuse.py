@@ -89,7 +89,7 @@ def test_a_divergence_is_named_with_its_message_and_token(client: openai.OpenAI)
     same = len("system: You are a tree.\nuser: How many ")
     assert cached(reply) == same
     assert {**reply.pando["miss"], "detail": ""} == {"reason": "diverged", "token": same, "message": 1, "drift": None, "detail": ""}
-    assert "goes on differently" in reply.pando["miss"]["detail"]
+    assert "the cached tokens differ" in reply.pando["miss"]["detail"]
 
 
 def test_a_prompt_of_one_token_is_too_short(client: openai.OpenAI) -> None:

@@ -216,7 +216,7 @@ def test_what_cannot_work_ends_with_one_line_and_exit_code_2(
         "use at most": [model, "--threads", 1000],
         "made for": [model, "--max-model-len", CONTEXT + 1],
         "schema: .*missing.txt cannot be read": [missing, "--schema", missing],
-        "schema dir: .*missing.txt is no directory": [missing, "--schema-dir", missing],
+        "schema dir: .*missing.txt is not a directory": [missing, "--schema-dir", missing],
         "broken.pml:1:18: malformed XML": [missing, "--schema-dir", tmp_path],
     }
     for text, given in options.items():
