@@ -359,10 +359,10 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         assert isinstance(error, HTTPException)
         text, headers, asked = str(error.detail), error.headers, f"{request.method} {request.url.path[:200]}"
         if error.status_code == 404 and text == "Not Found":
-            text = f"there is no route {asked}; GET /docs lists the routes"
+            text = f"there is no route {asked}; GET /openapi.json lists the routes"
         elif error.status_code == 405:
             known = _methods(app, request.url.path)
-            text = f"there is no route {asked}, but this path takes {' and '.join(known)}; GET /docs lists the routes"
+            text = f"there is no route {asked}, but this path takes {' and '.join(known)}; GET /openapi.json lists the routes"
             headers = {"allow": ", ".join([*known, "HEAD"] if "GET" in known else known)}
         return answer(error.status_code, text, headers=headers)
 
