@@ -290,10 +290,13 @@ def test_the_error_of_a_part_that_is_no_text_names_that_part(client: httpx.Clien
 
 def test_other_methods_and_paths_are_answered(client: httpx.Client):
     put = client.put("/v1/completions", content=plain())
-    assert refused(put, 405)["message"] == "there is no route PUT /v1/completions, but this path takes POST; GET /openapi.json lists the routes"
+    assert (
+        refused(put, 405)["message"]
+        == "there is no route PUT /v1/completions, but this path takes POST; GET /openapi.json lists the routes"
+    )
     assert put.headers["allow"] == "POST"
     put = client.put("/v1/schemas", content=plain())
-    assert "PUT /v1/schemas, but this path takes GET and POST; GET /docs" in refused(put, 405)["message"]
+    assert "PUT /v1/schemas, but this path takes GET and POST; GET /openapi.json" in refused(put, 405)["message"]
     assert put.headers["allow"] == "GET, POST, HEAD"
     refused(client.options("/v1/completions"), 405)
     refused(client.get("/v1/completions"), 405)
