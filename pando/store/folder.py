@@ -110,7 +110,9 @@ class Folder:
     def _write(self, header: Header, layers: Sequence[memoryview]) -> None:
         try:
             write_page(self.path(header.name), self._making, header, layers)
-        except FileNotFoundError:  # somebody has removed the directory
+        except FileNotFoundError:  # somebody has removed the directory; a shared one may not be mounted, and comes back
+            if self._shared:
+                raise
             _make(self._directory)
             write_page(self.path(header.name), self._making, header, layers)
 

@@ -302,6 +302,18 @@ def test_a_directory_that_somebody_removed_is_made_again(tmp_path, make, gone):
     assert mine.size == other.size == (6 - len(lost)) * (other.used // (6 - len(lost)))
 
 
+def test_a_shared_directory_that_is_gone_is_not_made_again_in_its_place(tmp_path, make):
+    mine, cards = make(shared=True), chain(2)
+    save(mine, cards[0])
+    shutil.move(tmp_path / "kv", tmp_path / "elsewhere")
+    with pytest.raises(Lost, match="takes no pages"):
+        save(mine, cards[1])
+    assert not (tmp_path / "kv").exists()
+    shutil.move(tmp_path / "elsewhere", tmp_path / "kv")
+    save(mine, cards[1])
+    assert [read(mine.open(one.key)) for one in cards] == [data(one) for one in cards]
+
+
 def test_an_index_that_cannot_be_opened_anew_is_tried_again(tmp_path, make, monkeypatch):
     mine, cards = make(), chain(3)
     save(mine, *cards)
