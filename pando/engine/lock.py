@@ -68,7 +68,7 @@ class Lock:
 
 class _Interrupts:
     """Ctrl-C is held back while what is cached changes hands: cut short, that would be half of what it should be. Whoever presses it again
-    need not wait, where it may break in."""
+    need not wait, where it may break in. Whether it is held back says the handler alone: a garbage collector may come in between."""
 
     def __init__(self, may_break: Callable[[], bool]) -> None:
         self._may_break = may_break
@@ -77,7 +77,7 @@ class _Interrupts:
 
     def hold(self) -> None:
         before = signal.getsignal(signal.SIGINT)
-        if callable(before) and threading.current_thread() is threading.main_thread():  # it breaks into no other
+        if callable(before) and before != self._note and threading.current_thread() is threading.main_thread():  # it breaks into no other
             self._before, self._came = before, False
             signal.signal(signal.SIGINT, self._note)
 
@@ -87,9 +87,8 @@ class _Interrupts:
         self._came = True
 
     def let_go(self) -> None:
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            before, self._before = self._before, None
-            signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) == self._note and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
             if self._came:
                 signal.raise_signal(signal.SIGINT)
 

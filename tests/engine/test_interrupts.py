@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -126,3 +127,22 @@ def test_ctrl_c_while_it_is_closed_leaves_nothing_that_closing_again_would_wait_
         closing.start()
         closing.join(30)
         assert not closing.is_alive(), f"interrupted at moment {place}"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_whoever_is_heard_in_the_middle_of_holding_ctrl_c_back_leaves_it_as_it_was(asked: bool) -> None:
+    """A garbage collector closes streams at any time, also while the lock is taken or let go of."""
+    heard, interrupts = list[int](), lock._Interrupts(lambda: False)
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    ours = signal.getsignal(signal.SIGINT)
+    try:
+        interrupts.hold()
+        interrupts.hold()
+        if asked:
+            signal.raise_signal(signal.SIGINT)
+        assert not heard
+        interrupts.let_go()
+        interrupts.let_go()
+        assert signal.getsignal(signal.SIGINT) is ours and len(heard) == asked
+    finally:
+        signal.signal(signal.SIGINT, before)
