@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,9 +32,6 @@ def loaded(config: EngineConfig) -> Model:
     """Options that the model is not made for are refused before its weights are read."""
     how = {"device": config.device, "dtype": config.dtype, "quantization": config.quantization}
     return load(config.model, **how, compiled=config.native, check=lambda facts: context_of(facts, config))
-
-
-_NOBODYS = Inbox(maxlen=0)
 
 
 class LLM:
@@ -118,7 +116,7 @@ class LLM:
         self._lock = Lock(lambda: self.engine.whole.may_break)  # one thread at a time steps the engine, and finds tokens for all
         self._tenant = Tenant(config.cache_salt.encode())
         self.schemas = Schemas(self.engine, encoder=self._make)
-        self._inboxes: dict[str, Inbox] = {}  # by request: whoever steps the engine, nobody's tokens are lost
+        self._inboxes = WeakValueDictionary[str, Inbox]()  # by request: whoever steps the engine, nobody's tokens are lost
         self._closed = False
 
     def close(self) -> None:
@@ -274,7 +272,10 @@ class LLM:
     def _step(self) -> None:
         self._check_open()
         for event in self.engine.step():  # whoever is interrupted (Ctrl-C) has handed over all of them
-            self._inboxes.get(event.request_id, _NOBODYS).append(event)
+            if (inbox := self._inboxes.get(event.request_id)) is not None:
+                inbox.append(event)
+            else:
+                self.engine.cancel(event.request_id)  # whoever asked was interrupted, and could not
 
     def _close(self, requests: Sequence[Request]) -> None:
         if not self._lock.is_ours:  # a stream that a forked process has, too

@@ -129,6 +129,23 @@ def test_ctrl_c_while_it_is_closed_leaves_nothing_that_closing_again_would_wait_
         assert not closing.is_alive(), f"interrupted at moment {place}"
 
 
+def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_at_its_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came a second time, while the lock was waited for."""
+    made, params = tiny_llm(), SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_fill", interrupted)
+        patch.setattr(made, "_close", interrupted)
+        with suppress(KeyboardInterrupt):
+            made.generate([[1, 2, 3], [4, 5, 6]], params)
+    assert len(made.engine.answers) == 2
+    assert len(made.generate([[7, 8, 9]], SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0].token_ids) == 9
+    assert at_rest(made) and not made._inboxes
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_whoever_is_heard_in_the_middle_of_holding_ctrl_c_back_leaves_it_as_it_was(asked: bool) -> None:
     """A garbage collector closes streams at any time, also while the lock is taken or let go of."""
