@@ -138,7 +138,7 @@ def test_every_flag_named_exists(document):
         assert unknown == set(), line
 
 
-@pytest.mark.parametrize(("document", "config"), [("quickstart.md", EngineConfig), ("server.md", ServerConfig)])
+@pytest.mark.parametrize(("document", "config"), [("quickstart.md", EngineConfig), ("operating.md", ServerConfig)])
 def test_every_option_is_listed_with_its_default(document, config):
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     told = {row[0]: row[1] for table in tables(text) if table[0][0] == "option" for row in table[1:]}
@@ -171,7 +171,7 @@ def test_the_example_of_the_readme_answers_paris(text, capsys):
 # ---- the reference of the server
 
 
-SERVER = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+SERVER = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("server.md", "api.md", "operating.md"))
 BESIDE = {"GET /docs", "GET /redoc", "GET /openapi.json"}  # routes that describe the others
 
 
@@ -253,7 +253,7 @@ def bodies(app):
 def told(heading):
     """The fields that a section tells of, and those that it leaves to sections it links to: with a default where it is one of a request."""
     parts = sections(SERVER)
-    linked = [name for name in parts if f"(#{anchor(name)})" in parts[heading]]
+    linked = [name for name in parts if f"#{anchor(name)})" in parts[heading]]
     found = [table for name in (heading, *linked) for table in tables(parts[name]) if table[0][0] == "field"]
     taken = {row[0]: row[1] for table in found if table[0][1] == "default" for row in table[1:]}
     given = {name for table in found if table[0][1] == "meaning" for row in table[1:] for name in row[0].split(", ")}
@@ -293,7 +293,7 @@ def test_the_server_document_tells_no_field_that_does_not_exist(bodies):
     parts = sections(SERVER)
     for heading, body in parts.items():
         rows = column(body, "field")
-        users = [names for route, names in bodies.items() if route == heading or f"(#{anchor(heading)})" in parts[route]]
+        users = [names for route, names in bodies.items() if route == heading or f"#{anchor(heading)})" in parts[route]]
         known = {name for pair in users for names in pair for name in names} | set(streamed)
         containers = {name[: dot.start()] for name in known for dot in re.finditer(r"\.|\[\]", name)}
         assert rows - known - containers == set(), heading
@@ -404,7 +404,12 @@ def test_shell_examples_of_the_server_answer(text, address):
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(text, id=f"server.md:{line}") for line, text in blocks(ROOT / "docs" / "server.md", "python")]
+    "text",
+    [
+        pytest.param(text, id=f"{name}:{line}")
+        for name in ("server.md", "api.md")
+        for line, text in blocks(ROOT / "docs" / name, "python")
+    ],
 )
 def test_python_examples_of_the_server_answer(text, address, capsys):
     exec(compile(text.replace("http://127.0.0.1:8000", address), "server.md", "exec"), {})
