@@ -404,12 +404,7 @@ def test_shell_examples_of_the_server_answer(text, address):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(text, id=f"{name}:{line}")
-        for name in ("server.md", "api.md")
-        for line, text in blocks(ROOT / "docs" / name, "python")
-    ],
+    "text", [pytest.param(text, id=f"server.md:{line}") for line, text in blocks(ROOT / "docs" / "server.md", "python")]
 )
 def test_python_examples_of_the_server_answer(text, address, capsys):
     exec(compile(text.replace("http://127.0.0.1:8000", address), "server.md", "exec"), {})

@@ -104,8 +104,6 @@ def test_no_errors_at_all_still_make_a_message() -> None:
 
 
 def test_the_document_lists_every_code() -> None:
-    told = (
-        (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Errors\n")[2].partition("\n## ")[0]
-    )
+    told = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Errors\n")[2].partition("\n## ")[0]
     for code in {*CODES.values(), *(code for _, _, code in REFUSALS if code)}:
         assert f"`{code}`" in told, code
