@@ -157,7 +157,8 @@ def drain(engine: Engine, steps: int = 10_000) -> dict[tuple[str, int], list[Tok
 
 class Interrupt:
     """Ctrl-C at the moment in some modules that has this number, counted from when it is entered: before a line, or when something
-    written in C has just answered. `times`: so often at once."""
+    written in C has just answered. `times`: so often at once. Where it comes at all, no later moment is counted: that takes longer than
+    what is interrupted."""
 
     def __init__(self, modules: Iterable[ModuleType], place: int, times: int = 1) -> None:
         self._files, self._place, self._times, self.moments = {module.__file__ for module in modules}, place, times, 0
@@ -168,6 +169,9 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._rest()
+
+    def _rest(self) -> None:
         sys.setprofile(None)
         sys.settrace(None)
 
@@ -176,6 +180,8 @@ class Interrupt:
             return None
         if event in ("line", "c_return"):
             self.moments += 1
-            for _ in range(self._times if self.moments == self._place else 0):
-                signal.raise_signal(signal.SIGINT)
+            if self.moments == self._place:
+                self._rest()
+                for _ in range(self._times):
+                    signal.raise_signal(signal.SIGINT)
         return self._trace

@@ -14,6 +14,7 @@ from pando.engine import below, engine, holding, llm, lock, scheduler, stream, w
 from pando.engine.llm import LLM
 from pando.engine.request import SamplingParams
 from pando.kv import pages, tree
+from pando.model.load import Model
 from pando.store import catalogue, departures, host, ledger, store, touches, worker
 
 from ..tiny import Interrupt, tiny_llm, tiny_model
@@ -25,17 +26,22 @@ KEEPING = *TAKING, whole, scheduler, holding, below, store, ledger, catalogue, d
 CLOSING = engine, scheduler, below, store, worker
 
 
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model()
+
+
 def at_rest(made: LLM) -> bool:
     made.engine.clear_cache()
     return not made.engine.has_work and made.engine.pages_in_use == 0
 
 
-def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted() -> None:
+def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted(model: Model) -> None:
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    wanted = tiny_llm().generate([[4, 5, 6]], params)[0].outputs[0].token_ids
+    wanted = tiny_llm(model).generate([[4, 5, 6]], params)[0].outputs[0].token_ids
     place, came = 1, True
     while came:
-        made = tiny_llm()
+        made = tiny_llm(model)
         one, other = made.stream([1, 2, 3], params), made.stream([4, 5, 6], params)
         try:
             with Interrupt(TAKING, place):
@@ -48,12 +54,12 @@ def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_while_a_token_is_waited_for_loses_none_and_tells_none_twice(times: int) -> None:
+def test_ctrl_c_while_a_token_is_waited_for_loses_none_and_tells_none_twice(model: Model, times: int) -> None:
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, n=2)
-    wanted = [answer.token_ids for answer in tiny_llm().generate([[1, 2, 3]], params)[0].outputs]
+    wanted = [answer.token_ids for answer in tiny_llm(model).generate([[1, 2, 3]], params)[0].outputs]
     place, came = 1, True
     while came:
-        made, said, came = tiny_llm(), [list[int](), list[int]()], False
+        made, said, came = tiny_llm(model), [list[int](), list[int]()], False
         tokens = made.stream([1, 2, 3], params)
         with Interrupt(TAKING, place, times):
             while True:
@@ -70,14 +76,13 @@ def test_ctrl_c_while_a_token_is_waited_for_loses_none_and_tells_none_twice(time
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_while_what_was_computed_is_kept_leaves_all_of_it_sound(tmp_path: Path, times: int) -> None:
+def test_ctrl_c_while_what_was_computed_is_kept_leaves_all_of_it_sound(model: Model, tmp_path: Path, times: int) -> None:
     """And whoever asks again is answered, and finds it kept, also after a restart."""
     params, prompts = (
         SamplingParams(max_tokens=6, temperature=0, ignore_eos=True),
         [[*range(40)], [*range(50, 80)], [*range(20), *range(90, 99)]],
     )
-    wanted = [answer.outputs[0].token_ids for answer in tiny_llm(prefix_caching=False).generate(prompts, params)]
-    model = tiny_model()
+    wanted = [answer.outputs[0].token_ids for answer in tiny_llm(model, prefix_caching=False).generate(prompts, params)]
 
     def moments(place: int) -> int:
         kept = {"kv_cache_tokens": 160, "host_gib": 0.01, "disk_gib": 0.01, "disk_dir": str(tmp_path / str(place))}
@@ -117,9 +122,9 @@ def test_ctrl_c_while_what_was_computed_is_kept_leaves_all_of_it_sound(tmp_path:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_while_it_is_closed_leaves_nothing_that_closing_again_would_wait_for(tmp_path: Path, times: int) -> None:
+def test_ctrl_c_while_it_is_closed_leaves_nothing_that_closing_again_would_wait_for(model: Model, tmp_path: Path, times: int) -> None:
     for place in range(1, 180, 20):
-        made = tiny_llm(disk_gib=0.01, disk_dir=str(tmp_path / str(place)))
+        made = tiny_llm(model, disk_gib=0.01, disk_dir=str(tmp_path / str(place)))
         made.generate([*range(40)], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
         with Interrupt(CLOSING, place, times), suppress(KeyboardInterrupt):
             made.close()
@@ -129,9 +134,9 @@ def test_ctrl_c_while_it_is_closed_leaves_nothing_that_closing_again_would_wait_
         assert not closing.is_alive(), f"interrupted at moment {place}"
 
 
-def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_at_its_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_at_its_next_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came a second time, while the lock was waited for."""
-    made, params = tiny_llm(), SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    made, params = tiny_llm(model), SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
