@@ -22,6 +22,7 @@ from pando.cli import main
 
 from .clients import Brake, wait_for
 from .live import live
+from .spare import Fork
 
 CONTEXT = 8192
 WAIT = 60.0  # seconds; only a failing test waits so long
@@ -37,20 +38,21 @@ def model(tiny_gguf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf(tmp_path_factory.mktemp("model") / "it's tiny.gguf", {"llama.context_length": CONTEXT})
 
 
+def _anew(words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    command, root = [sys.executable, "-m", "pando", *words], Path(__file__).parents[2]
+    return subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 class Process:
     """A server of its own, in a process of its own."""
 
-    def __init__(self, home: Path, *arguments: object, **environment: str) -> None:
+    def __init__(self, home: Path, *arguments: object, anew: bool = False, **environment: str) -> None:
+        """`anew`: as a user starts it, and not a fork of what has imported everything."""
+        words = ["serve", *map(str, arguments), "--dtype", "float32", "--device", "cpu"]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PANDO_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pando", "serve", *map(str, arguments), "--dtype", "float32", "--device", "cpu"],
-            # without a compiler torch's own kernels are used: nothing has to be compiled first
-            env={**kept, "PANDO_HOME": str(home), "CC": "false", **environment},
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        # without a compiler torch's own kernels are used: nothing has to be compiled first
+        env = {**kept, "PANDO_HOME": str(home), "CC": "false", **environment}
+        self.process = _anew(words, env) if anew else Fork(words, env)
         self.printed = ""
         self.errors: list[str] = []
         self._changed = threading.Condition()
@@ -101,8 +103,8 @@ class Process:
 def start(home: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def begin(*arguments: object, **environment: str) -> Process:
-        started.append(Process(home, *arguments, **environment))
+    def begin(*arguments: object, anew: bool = False, **environment: str) -> Process:
+        started.append(Process(home, *arguments, anew=anew, **environment))
         return started[-1]
 
     yield begin
@@ -130,7 +132,7 @@ def lets_nobody_in(address: str) -> bool:
 
 
 def test_a_server_prints_a_curl_line_that_works_and_drains_on_a_signal(start: Callable[..., Process], model: Path):
-    server = start(model, "--port", 0, "--disable-log-requests", "--drain-timeout", 600, PANDO_API_KEY="open-sesame")
+    server = start(model, "--port", 0, "--disable-log-requests", "--drain-timeout", 600, anew=True, PANDO_API_KEY="open-sesame")
     address = server.ready()
     second = start(model, "--port", address.rsplit(":")[-1])
     assert "KV cache" in server.printed and f"context {CONTEXT} tokens" in server.printed
