@@ -24,10 +24,11 @@ from pando.kernels.reads import joined
 from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, turns
 
-from ..tiny import compile_folder, greedy, native_library, run, tiny_engine, tiny_model, tiny_tokenizer
+from ..tiny import greedy, native_library, run, tiny_engine, tiny_model, tiny_tokenizer
 from .steps import by_steps
 
 DTYPES = [torch.float32, torch.bfloat16]
+QUICKLY = ("-O0",)
 
 
 def close(out: torch.Tensor, exact: torch.Tensor, roundings: int = 4) -> bool:
@@ -273,7 +274,7 @@ class Calls:
 def test_the_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, folder = Calls(monkeypatch), tmp_path / "a" / "b"
     for _ in range(2):
-        assert isinstance(native.load(torch.float32, folder, ["-O0"]), Library)
+        assert isinstance(native.load(torch.float32, folder, QUICKLY), Library)
         assert calls.compiled == 1
     assert len(list(folder.iterdir())) == 1, "something was left behind"
 
@@ -326,25 +327,33 @@ def test_a_dtype_they_are_not_made_for_is_named(tmp_path: Path) -> None:
     assert isinstance(found, Unavailable) and "float16" in found.reason
 
 
+@pytest.fixture(scope="module")
+def quickly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of kernels that are compiled in little time, whatever they take to run."""
+    folder = tmp_path_factory.mktemp("quickly")
+    assert isinstance(native.load(torch.float32, folder, QUICKLY), Library)
+    [made] = folder.iterdir()
+    return made
+
+
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 0.999])
-def test_a_file_that_was_cut_short_is_compiled_anew(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_cut_short_is_compiled_anew(share: float, quickly: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a full disk or a crash leaves it; loaded, it would end the process."""
-    native_library()
-    for path in compile_folder().glob("*.so"):
-        (tmp_path / path.name).write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    (tmp_path / quickly.name).write_bytes(quickly.read_bytes()[: int(share * quickly.stat().st_size)])
     calls = Calls(monkeypatch)
     for _ in range(2):
-        assert isinstance(native.load(torch.float32, tmp_path), Library)
+        assert isinstance(native.load(torch.float32, tmp_path, QUICKLY), Library)
         assert calls.compiled == 1
+    assert [path.name for path in tmp_path.iterdir()] == [quickly.name]
 
 
 @pytest.mark.parametrize("spoil", [lambda content: b"garbage" * 1000, lambda content: content[:4096] + bytes(len(content) - 4096)])
-def test_a_spoilt_file_is_compiled_anew(spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native_library()
-    for path in compile_folder().glob("*.so"):
-        (tmp_path / path.name).write_bytes(spoil(path.read_bytes()))
+def test_a_spoilt_file_is_compiled_anew(
+    spoil: Callable[[bytes], bytes], quickly: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / quickly.name).write_bytes(spoil(quickly.read_bytes()))
     calls = Calls(monkeypatch)
-    assert isinstance(native.load(torch.float32, tmp_path), Library)
+    assert isinstance(native.load(torch.float32, tmp_path, QUICKLY), Library)
     assert calls.compiled == 1
 
 
