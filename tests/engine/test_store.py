@@ -697,14 +697,15 @@ def test_a_page_that_is_offered_again_while_it_is_written_leaves_host_memory(mod
     engine = tiny_engine(model, page_size=4, kv_cache_tokens=440, remote=str(tmp_path))
     store = engine.store
     assert store is not None and store.scout is not None
-    save = store.scout._inner.save
+    save, decided = store.scout._inner.save, threading.Event()
 
     def slow(card: Card, layers: Sequence[memoryview]) -> None:
-        time.sleep(0.01)
+        decided.wait(0.01)
         save(card, layers)
 
     store.scout._inner.save = slow  # type: ignore[method-assign]
     for turn in range(3):
+        decided.clear()
         talk, others = words(3 * turn, 400), [words(3 * turn + 1, 400), words(3 * turn + 2, 400)]
         tokens_of(engine, talk, count=2)
         until = store.counts.saved["host"] + 60
@@ -716,6 +717,7 @@ def test_a_page_that_is_offered_again_while_it_is_written_leaves_host_memory(mod
         while store.counts.saved["remote"] < until and engine.tend() is not None:
             time.sleep(0.002)
         tokens_of(engine, others[1], count=2)  # needs the room once more
+        decided.set()  # what is on its way by now needs no more time
         settled(engine)
         assert [key for key in store.host._kept if not store.ledger.has(key, "host")] == [], turn
     engine.close()
