@@ -45,7 +45,8 @@ def compile_folder() -> Path:
 def native_library(dtype: torch.dtype = torch.float32, *options: str) -> Library:
     """A C compiler is part of a developer's machine: without one, tests of the kernels fail. What stands for other machines is compiled in
     half of the time: they would make other code of it anyway."""
-    with (compile_folder() / "lock").open("w") as lock:  # what one worker compiles, the others wait for
+    name = "".join([str(dtype), *options])
+    with (compile_folder() / f"{name}.lock").open("w") as lock:  # what one worker compiles, the others wait for, and for nothing else
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = compiled.load(dtype, compile_folder(), (*options, "-O1") if options else ())
     assert not isinstance(found, Unavailable), f"the C kernels cannot be used here: {found.reason}"

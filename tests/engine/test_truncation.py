@@ -35,7 +35,7 @@ from pando.store.tier import tenant_tag
 from pando.store.transfer import Load
 
 from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
-from .test_store import Stuck, evict, made_from_nothing, settled
+from .test_store import Expected, Stuck, evict, settled
 
 PAGE, WINDOW, KEEP = 4, 128, 8
 AUTO = Truncation(keep=KEEP)
@@ -612,7 +612,7 @@ def test_what_was_remembered_on_disk_and_is_damaged_or_foreign_cuts_nothing(dama
     index.close()
     prompt = [*talk.history, *words(7, 9)]
     found = events(talk.engine, ask("next", prompt))
-    assert [event.token for event in found] == made_from_nothing(model, talk.engine, ask("next", prompt))
+    assert [event.token for event in found] == Expected(model).of_the_rest(talk.engine, ask("next", prompt))
     talk.engine.close()
 
 
