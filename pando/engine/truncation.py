@@ -186,7 +186,8 @@ class Truncations:
         held, settled = match.length - first, match.stem.end - first
         below = self.below if held < limit else None
         found = below.look(passage, settled, counts=False) if below is not None else None  # rows look again
-        return (held, match.diverges and held < limit) if found is None or not found.parts else (max(held, settled + found.tokens), False)
+        kept = settled + found.tokens if found is not None and found.parts else 0
+        return max(held, kept), match.diverges and kept <= held < limit
 
     # ---- remembering
 

@@ -800,6 +800,23 @@ def test_an_edit_behind_the_moved_states_reuses_what_is_shared_and_says_where_it
     assert (miss.reason, told.whole(miss.token)) == ("diverged", place)
 
 
+def test_an_edit_within_an_end_that_the_disk_has_too_says_where_it_diverged(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    engine = small(model, disk_gib=0.01, disk_dir=str(tmp_path), page_size=32, max_model_len=256)
+    talk = Talk(engine, opening=246)
+    talk.turn()
+    settled(engine)
+    place = 247  # of an end that begins at 224
+    edited = [*talk.history[:place], (talk.history[place] + 1) % 256, *talk.history[place + 1 :], *words(7, 10)]
+    event = events(engine, ask("edited", edited))[-1]
+    told, miss = event.reuse.truncated, event.reuse.miss
+    assert told is not None and told.moved and miss is not None
+    assert (miss.reason, told.whole(miss.token)) == ("diverged", place)
+    engine.close()
+
+
 def test_a_history_that_ends_where_the_moved_states_do_is_answered(model: Model) -> None:
     talk = Talk(small(model))
     talk.until_cut()
