@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 ELSEWHERE = {  # flags of other engines, and what to do here
-    **dict.fromkeys(("--model", "-m", "--model-path"), "give the model without a flag, as in `pando serve MODEL`"),
+    **dict.fromkeys(("--model", "-m", "--model-path", "-hf", "--hf-repo"), "give the model without a flag, as in `pando serve MODEL`"),
     **{flag_of(theirs): f"it is {flag_of(ours)} here" for theirs, ours in RENAMED.items()},
     **{"-c": "it is --max-model-len here", "-np": "it is --max-num-seqs here", "-t": "it is --threads here"},
+    **{"-ub": "it is --max-num-batched-tokens here", **dict.fromkeys(("--alias", "-a"), "it is --served-model-name here")},
     **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph"), "it is --no-cuda-graphs here"),
     **dict.fromkeys(("--disable-radix-cache", "--no-enable-prefix-caching"), "it is --no-prefix-caching here"),
     "--context-shift": "it is --truncation auto here, and `pando chat` does it anyway",
@@ -24,7 +25,7 @@ ELSEWHERE = {  # flags of other engines, and what to do here
     "--mem-fraction-static": "--gpu-memory-utilization is the share of what is free after the weights",
     **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt", "--flash-attn", "-fa"), "this is on by default: leave it out"),
     "--trust-remote-code": "Pando runs no code from a model: leave it out",
-    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser"), "calls are recognised without it: leave it out"),
+    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser", "--jinja"), "calls are recognised without it: leave it out"),
     **dict.fromkeys(
         ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size"), "Pando runs on one GPU: leave it out"
     ),
@@ -32,6 +33,8 @@ ELSEWHERE = {  # flags of other engines, and what to do here
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    if "-hf" in argv and "--" not in argv:  # argparse would take it for -h
+        raise InvalidOption(f"unknown argument '-hf'; {ELSEWHERE['-hf']}")
     arguments = argparse.Namespace()
     late = parser().parse_known_args(argv, arguments)[1]
     if arguments.command == "run":

@@ -41,7 +41,7 @@ RENAMED = {  # options as other engines call them, and as Pando does
     "block_size": "page_size",
     **dict.fromkeys(("ctx_size", "context_length"), "max_model_len"),
     **dict.fromkeys(("max_running_requests", "parallel"), "max_num_seqs"),
-    "chunked_prefill_size": "max_num_batched_tokens",
+    **dict.fromkeys(("chunked_prefill_size", "ubatch_size"), "max_num_batched_tokens"),
     **dict.fromkeys(("swap_space", "kv_offloading_size", "hicache_size", "cache_ram"), "host_gib"),
 }
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds

@@ -316,6 +316,10 @@ def test_several_answers_are_told_apart(llm, capsys):
         ("serve --no-enable-prefix-caching", "it is --no-prefix-caching here"),
         ("chat --context-shift", "it is --truncation auto here"),
         ("serve --swap-space 4", "it is --host-gib here"),
+        ("serve --ubatch-size 512", "it is --max-num-batched-tokens here"),
+        ("serve --jinja", "calls are recognised without it: leave it out"),
+        ("serve --alias small", "it is --served-model-name here"),
+        ("serve -hf owner/name", "unknown argument '-hf'; give the model without a flag, as in `pando serve MODEL`"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(llm, capsys, line, complaint):
