@@ -5,31 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .config import RENAMED, EngineConfig, Parser, ServerConfig, choices, flag_of, kinds, options
+from .config import EngineConfig, ServerConfig, choices, kinds, options
 from .errors import InvalidOption
+from .flags import ELSEWHERE, Parser, flag_of
 
 if TYPE_CHECKING:
     from dataclasses import Field
 
 MAX_TOKENS = 512
-ELSEWHERE = {  # flags of other engines, and what to do here
-    **dict.fromkeys(("--model", "-m", "--model-path", "-hf", "--hf-repo"), "give the model without a flag, as in `pando serve MODEL`"),
-    **{flag_of(theirs): f"it is {flag_of(ours)} here" for theirs, ours in RENAMED.items()},
-    **{"-c": "it is --max-model-len here", "-np": "it is --max-num-seqs here", "-t": "it is --threads here"},
-    **{"-ub": "it is --max-num-batched-tokens here", **dict.fromkeys(("--alias", "-a"), "it is --served-model-name here")},
-    **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph"), "it is --no-cuda-graphs here"),
-    **dict.fromkeys(("--disable-radix-cache", "--no-enable-prefix-caching"), "it is --no-prefix-caching here"),
-    "--context-shift": "it is --truncation auto here, and `pando chat` does it anyway",
-    **dict.fromkeys(("--slot-save-path", "--prompt-cache"), "the cache is kept on disk without it; --disk-dir says where"),
-    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "a model is on one device as a whole; --device says on which"),
-    "--mem-fraction-static": "--gpu-memory-utilization is the share of what is free after the weights",
-    **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt", "--flash-attn", "-fa"), "this is on by default: leave it out"),
-    "--trust-remote-code": "Pando runs no code from a model: leave it out",
-    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser", "--jinja"), "calls are recognised without it: leave it out"),
-    **dict.fromkeys(
-        ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size"), "Pando runs on one GPU: leave it out"
-    ),
-}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

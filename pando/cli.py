@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from . import __version__
 from .arguments import MAX_TOKENS, parse
 from .chat import Speed, chat, utf8
-from .config import EngineConfig, ServerConfig, load, load_server, misspelt, nearest, options
+from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
 from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, counted
+from .flags import nearest
 
 if TYPE_CHECKING:
     from dataclasses import Field

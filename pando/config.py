@@ -4,18 +4,18 @@ A later source wins: default, TOML file, environment (PANDO_MAX_NUM_SEQS=8), com
 values is an array in the file, separated by commas in the environment, and a flag given several times on the command line.
 """
 
-import argparse
 import difflib
 import re
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from .errors import InvalidOption
+from .flags import RENAMED, flag_of, nearest
 
 T = TypeVar("T")
 
@@ -36,14 +36,6 @@ NO_OPTIONS = ("PANDO_HOME", "PANDO_BENCH_DATA", "PANDO_MAKE_PROMPT")  # variable
 OF_A_CLUSTER = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")  # what Kubernetes sets for a service that is called pando
 ROWS, ROWS_ON_A_GPU = 64, 256  # that run at the same time, if nothing is said
 AUTO = "auto"  # how None is written in a file, in the environment and on the command line
-RENAMED = {  # options as other engines call them, and as Pando does
-    **dict.fromkeys(("kv_cache_dtype", "cache_type_k", "cache_type_v"), "kv_dtype"),
-    "block_size": "page_size",
-    **dict.fromkeys(("ctx_size", "context_length"), "max_model_len"),
-    **dict.fromkeys(("max_running_requests", "parallel"), "max_num_seqs"),
-    **dict.fromkeys(("chunked_prefill_size", "ubatch_size"), "max_num_batched_tokens"),
-    **dict.fromkeys(("swap_space", "kv_offloading_size", "hicache_size", "cache_ram"), "host_gib"),
-}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -218,45 +210,6 @@ class ServerConfig:
         for origin in self.cors_origins:
             if origin != "*" and re.fullmatch(r"https?://[^\s/]+", origin) is None:
                 raise InvalidOption(f"cors_origins has {origin!r}; write scheme and host without a path, such as https://example.org, or *")
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors look like every other error of Pando. What was parsed has as its `parser` that of the command, whose flags these are."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        found.parser = getattr(found, "parser", self)
-        return found, unknown
-
-    def error(self, message: str) -> NoReturn:
-        flags = self._option_string_actions
-        wrong = next((word for word in re.findall(r"--[\w-]+", message) if word not in flags), "")
-        wrong = re.sub("^--no(?!-)", "--no-", wrong.replace("_", "-"))
-        known = [flag for flag in flags if flag.startswith("--no-") == wrong.startswith("--no-")]  # never the contrary
-        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
-            wrong, known = choice[1], re.findall(r"[\w.-]+", choice[2])
-        close = nearest(wrong, known)
-        raise InvalidOption(f"{message}; {f'did you mean {close}? See' if close else 'see'} `{self.prog} --help`")
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """What was probably meant by a misspelt word."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    return close[0] if close else None
-
-
-def written_file(text: str) -> Path:
-    """A file that is written at the end: what would fail then is refused before anything is measured."""
-    file = Path(text)
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{file}: there is no folder {file.parent}; make it, or write elsewhere")
-    return file
 
 
 def options(of: type[EngineConfig] | type[ServerConfig] = EngineConfig) -> "tuple[Field[object], ...]":

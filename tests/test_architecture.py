@@ -21,15 +21,16 @@ MAY_IMPORT = {
     "store": {"kv", "kernels", "errors"},
     "markup": {"kv", "errors"},
     "model": {"kv", "kernels", "errors"},
-    "config": {"errors"},
+    "flags": {"errors"},
+    "config": {"flags", "errors"},
     "engine": {"store", "model", "markup", "kv", "kernels", "config", "errors"},
-    "bench": {"__init__", "engine", "store", "model", "markup", "kv", "kernels", "config", "errors"},
+    "bench": {"__init__", "engine", "store", "model", "markup", "kv", "kernels", "config", "flags", "errors"},
     "server": {"__init__", "engine", "store", "model", "markup", "kv", "kernels", "config", "errors"},
     "chat": {"engine", "errors"},
     "schema_cli": {"engine", "model", "markup", "kv", "config", "errors"},
     "cache_cli": {"server", "store", "model", "kv", "config", "errors"},
-    "arguments": {"__init__", "config", "errors"},
-    "cli": {"__init__", "arguments", "chat", "schema_cli", "cache_cli", "server", "bench", "engine", "model", "config", "errors"},
+    "arguments": {"__init__", "config", "flags", "errors"},
+    "cli": {"__init__", "arguments", "chat", "schema_cli", "cache_cli", "server", "bench", "engine", "model", "config", "flags", "errors"},
     "__init__": {"engine", "errors"},
     "__main__": {"cli"},
 }
@@ -38,12 +39,12 @@ TORCH_FREE = (
     *("store.policy", "store.ledger"),
     *("engine.request", "engine.words", "engine.pins", "engine.imports", "engine.row", "engine.scheduler", "engine.facts"),
     *("markup.binding", "markup.library", "markup.layout", "markup.pml", "markup.schema"),
-    *("config", "arguments", "cli", "cache_cli", "chat", "errors"),
+    *("config", "flags", "arguments", "cli", "cache_cli", "chat", "errors"),
 )
 BRINGS_TORCH = {"torch", "triton", "transformers", "accelerate"}
 CORE = {"kernels", "kv", "model", "engine"}  # a GPU host without the other dependencies imports these
 CORE_DEPENDENCIES = {"torch", "numpy", "triton", "safetensors", "tokenizers"}
-STDLIB_ONLY = {"errors", "config", "arguments", "cli", "chat", "__init__", "__main__"}
+STDLIB_ONLY = {"errors", "flags", "config", "arguments", "cli", "chat", "__init__", "__main__"}
 RUNS_FOREIGN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SAYS_NOTHING = ("Manager", "Handler", "Base", "Mixin", "Impl", "Helper")
 SAYS_NOTHING_FILES = {"utils", "util", "helpers", "helper", "common", "misc"}

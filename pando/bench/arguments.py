@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ..config import Parser
 from ..errors import InvalidOption
+from ..flags import Parser
 from .client import Endpoint, Target
 from .options import SUFFIXES, number, picture, whole
 from .traffic import MAX_REQUESTS, Kind, Source, Workload, read_lengths, source

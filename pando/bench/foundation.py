@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import Parser, written_file
 from ..errors import InvalidOption
+from ..flags import Parser, written_file
 from . import PARTS, cases
 from .baseline import quiet, write_random_model
 from .measure import Result, finish, machine, show, told

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from ..config import EngineConfig, Parser, written_file
+from ..config import EngineConfig
 from ..engine.graphs import SEEN_WITH_PROMPTS
 from ..engine.llm import LLM
 from ..engine.schemas import Prompt
 from ..engine.words import Words
 from ..errors import InvalidOption
+from ..flags import Parser, written_file
 from ..markup.schema import read_schema
 from .answers import FEWEST, PARAGRAPHS, compare_answers, read_questions
 from .measure import Result, at_most, compared, finish, interleave, show, told

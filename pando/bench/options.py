@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..config import written_file
 from ..errors import InvalidOption
+from ..flags import written_file
 
 SUFFIXES = (".svg", ".png", ".pdf")
 MOST = 999_999_999

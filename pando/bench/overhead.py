@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from ..config import EngineConfig, Parser, load, written_file
+from ..config import EngineConfig, load
 from ..engine.llm import LLM
 from ..errors import InvalidOption
+from ..flags import Parser, written_file
 from .host import chosen, hosted
 from .lean import Line, Streamed
 from .measure import Result, Samples, at_most, compared, finish, interleave, machine, show, told

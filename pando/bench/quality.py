@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from ..config import EngineConfig, Parser, written_file
+from ..config import EngineConfig
 from ..engine.schemas import Schemas
 from ..errors import InvalidOption, InvalidPrompt
+from ..flags import Parser, written_file
 from ..markup.binding import Bound
 from ..markup.outline import Encode
 from ..markup.pml import Element, parse

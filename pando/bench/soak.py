@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from ..config import Parser, written_file
+from ..flags import Parser, written_file
 from .client import connect
 from .crowd import TENANTS, Crowd, alone, session
 from .host import Gone, Site, Vitals, chosen, hosted, last_words, vitals

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..config import Parser, written_file
+from ..flags import Parser, written_file
 from ..model.load import Model
 from . import codecs, preload, returning, rounding, saving
 from .measure import Result, finish, show, told

@@ -17,8 +17,9 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from ..config import Parser, PolicyName, written_file
+from ..config import PolicyName
 from ..errors import InvalidOption
+from ..flags import Parser, written_file
 from ..store.policy import POLICIES
 from .conversations import MOST_TOKENS, PAGE, Conversation, Shape, read, sharegpt
 from .measure import Result, columns, percentile, table, write_json

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from ..config import EngineConfig, Parser, written_file
+from ..config import EngineConfig
 from ..engine.imports import Import, find
 from ..engine.request import Request, Span, Tenant, TokenEvent, Truncation
 from ..engine.row import Row
 from ..errors import InvalidOption
+from ..flags import Parser, written_file
 from ..kv.run import Origin, Run
 from ..kv.segment import Segment
 from ..model.load import Model, load

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from ... import __version__
-from ...config import EngineConfig, Parser, written_file
+from ...config import EngineConfig
 from ...engine.costs import Subject, default_cost, device_name, keep_cost
 from ...errors import InvalidOption
+from ...flags import Parser, written_file
 from ...model.load import choose_device
 from ...model.shelf import Shelf
 from ..measure import today, write_json

@@ -5,9 +5,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_args
 
-from ...config import EngineConfig, KVDType, Parser, Quantization, written_file
+from ...config import EngineConfig, KVDType, Quantization
 from ...engine.costs import device_name
 from ...errors import InvalidOption
+from ...flags import Parser, written_file
 from ...model.load import choose_device, choose_dtype
 from ..attention.clock import FLUSH, Clock, Limits
 from ..measure import machine, show, table
