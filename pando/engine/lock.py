@@ -76,8 +76,10 @@ class _Interrupts:
         self._came = False
 
     def hold(self) -> None:
+        if threading.current_thread() is not threading.main_thread():  # it breaks into no other
+            return
         before = signal.getsignal(signal.SIGINT)
-        if callable(before) and before != self._note and threading.current_thread() is threading.main_thread():  # it breaks into no other
+        if callable(before) and before != self._note:
             self._before, self._came = before, False
             signal.signal(signal.SIGINT, self._note)
 
@@ -87,7 +89,7 @@ class _Interrupts:
         self._came = True
 
     def let_go(self) -> None:
-        if signal.getsignal(signal.SIGINT) == self._note and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == self._note:
             signal.signal(signal.SIGINT, self._before)
             if self._came:
                 signal.raise_signal(signal.SIGINT)
