@@ -4,7 +4,6 @@ A later source wins: default, TOML file, environment (PANDO_MAX_NUM_SEQS=8), com
 values is an array in the file, separated by commas in the environment, and a flag given several times on the command line.
 """
 
-import difflib
 import re
 import tomllib
 import types
@@ -250,8 +249,8 @@ def misspelt(environ: Mapping[str, str]) -> list[str]:
         is_set_by_a_cluster = OF_A_CLUSTER.search(name) or environ[name].startswith(("tcp://", "udp://"))
         asked = name.removeprefix(ENVIRONMENT_PREFIX)
         if asked != name and asked not in known and name not in NO_OPTIONS and not is_set_by_a_cluster:
-            close = difflib.get_close_matches(asked, known, n=1)
-            meant = f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""
+            close = nearest(asked, known)
+            meant = f"; did you mean {ENVIRONMENT_PREFIX}{close}?" if close else ""
             lines.append(f"the environment variable {name} is not an option, and is ignored{meant}")
     return lines
 
