@@ -29,7 +29,7 @@ PAYS = 100_000  # packed queries times keys, for each processor, from which on t
 FEWEST = 3 / 4  # small tiles for each processor, up to which another launch costs more than it gains
 LITTLE = 500  # keys that small tiles look at, for each processor, up to which they are the faster ones where all have one size,
 LESS = 1.75  # or so many times as many as large ones would
-BESIDE = 320  # the same beside small reads: what tiles take to begin counts, and what small reads fetch allows for as many again
+BESIDE = 300  # the same beside small reads, for keys of 256 bytes: beginning a tile counts, and while a small read lasts nobody waits
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
 LONG = 640  # keys of such reads, on average, up to which that matters,
@@ -104,9 +104,12 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     if not narrow:
         return large, small
     if each > FEWEST:
-        most = BESIDE * processors / heads
-        most += min(most, int(np.add.reduce(reads.tokens[~is_large])) / 2)
-        return (quick, quick) if _looked(reads, quick, group, is_large, quick.overhead) <= most else (large, small)
+        most = (BESIDE + reads.tokens[~is_large].mean()) * processors / heads * 256 / key_bytes
+        across = _across(reads, quick, group)[is_large]
+        if across.dot(reads.tokens[is_large] + quick.overhead) > most:
+            return large, small
+        one = quick if each + int(across.sum()) * heads / processors <= quick.crowd else small
+        return one, one
     most = max(LITTLE * processors / heads, LESS * _looked(reads, large, group))
     one = quick if _looked(reads, quick, group) <= most else large
     return one, one
@@ -125,9 +128,14 @@ def _exact(geometry: Geometry, reads: Reads, is_small: NDArray[np.bool_], each: 
     return LONE if lone and geometry.heads % LONE.heads == 0 and geometry.slopes is None else SHORT
 
 
-def _looked(reads: Reads, size: Size, group: int, which: NDArray[np.bool_] | slice = slice(None), begin: int = 0) -> int:
-    """Keys that tiles of this size look at, one after the other, and what it takes to begin them."""
-    return int((-(-reads.brought[which] // (size.rows // group))).dot(reads.tokens[which].astype(np.int64) + begin))
+def _looked(reads: Reads, size: Size, group: int) -> int:
+    """Keys that tiles of this size look at, one after the other."""
+    return int(_across(reads, size, group).dot(reads.tokens))
+
+
+def _across(reads: Reads, size: Size, group: int) -> NDArray[np.int64]:
+    """Tiles of this size that each read's queries fill."""
+    return -(-reads.brought.astype(np.int64) // (size.rows // group))
 
 
 def suited(size: Size, geometry: Geometry, capability: tuple[int, int]) -> Size:

@@ -194,20 +194,33 @@ def test_short_ends_are_read_key_by_key_if_there_are_enough_to_wait_for_memory()
 def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def rows_of(rows: int, shared: int, tokens: int, heads: int = 8, kv_heads: int = 1) -> tuple[int, int]:
+    def rows_of(rows: int, shared: int, tokens: int, heads: int = 8, kv_heads: int = 1, size: int = 128) -> tuple[int, int]:
         reads = [(range(shared // 64), shared, 0, range(rows), [0] * rows)]
         reads += [([1000 + row] * (tokens // 64), tokens, shared, [row], [0]) for row in range(rows)]
-        large, small = sizes(Geometry(heads, kv_heads, 128, 1.0), torch.bfloat16, joined(64, reads), 132)
+        large, small = sizes(Geometry(heads, kv_heads, size, 1.0), torch.bfloat16, joined(64, reads), 132)
         return large.rows, small.rows
 
     assert rows_of(64, 8192, 128) == (64, 64), "another launch would cost more"
     assert rows_of(32, 1024, 128) == (16, 16), "all small ones have a place at once"
     assert rows_of(256, 1024, 128) == (64, 16)
     assert rows_of(256, 8192, 128) == (128, 16)
-    assert rows_of(48, 512, 128, 32, 8) == (16, 16), "little is read by many"
-    assert rows_of(48, 2048, 128, 32, 8) == (64, 16)
-    assert rows_of(64, 512, 128, 32, 8) == (16, 16) and rows_of(256, 512, 128) == (64, 16), "as much, beside half of what is fetched"
-    assert rows_of(256, 128, 128, 32, 8) == (64, 16), "as much, by four times as many"
+    assert rows_of(40, 512, 128, 32, 8) == (16, 16), "little is read by many"
+    assert rows_of(40, 2048, 128, 32, 8) == (64, 16)
+    assert rows_of(64, 512, 128, 32, 8) == (64, 16) and rows_of(64, 512, 512, 32, 8) == (16, 16), "as much, while small ones take longer"
+    assert rows_of(64, 512, 128, 32, 8, size=64) == (16, 16), "half as many bytes"
+    assert rows_of(256, 128, 128, 32, 8) == (64, 16), "as many keys as 64 rows of 512, and four times as many tiles"
+
+
+def test_one_size_of_tiles_is_as_many_at_a_time_as_there_are() -> None:
+    from pando.kernels.gpu_tiles import sizes
+
+    def stages_of(rows: int) -> set[int]:
+        reads = [(range(8), 512, 0, range(rows), [0] * rows)]
+        reads += [([1000 + row] * 2, 128, 512, [row], [0]) for row in range(rows)]
+        return {size.stages for size in sizes(Geometry(32, 8, 128, 1.0), torch.bfloat16, joined(64, reads), 132)}
+
+    assert stages_of(24) == {3}, "240 tiles, two on each processor: they fetch further ahead"
+    assert stages_of(28) == {2}, "280"
 
 
 def test_what_is_merged_anyway_is_cut_sooner() -> None:
