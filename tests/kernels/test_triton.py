@@ -211,16 +211,18 @@ def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
     assert rows_of(256, 128, 128, 32, 8) == (64, 16), "as many keys as 64 rows of 512, and four times as many tiles"
 
 
-def test_one_size_of_tiles_is_as_many_at_a_time_as_there_are() -> None:
+def test_one_size_of_tiles_has_stages_for_which_there_is_room() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def stages_of(rows: int) -> set[int]:
-        reads = [(range(8), 512, 0, range(rows), [0] * rows)]
-        reads += [([1000 + row] * 2, 128, 512, [row], [0]) for row in range(rows)]
+    def stages_of(rows: int, tokens: int = 128) -> set[int]:
+        reads = [(range(4), 256, 0, range(rows), [0] * rows)]
+        reads += [([1000 + row] * (tokens // 64), tokens, 256, [row], [0]) for row in range(rows)]
         return {size.stages for size in sizes(Geometry(32, 8, 128, 1.0), torch.bfloat16, joined(64, reads), 132)}
 
-    assert stages_of(24) == {3}, "240 tiles, two on each processor: they fetch further ahead"
-    assert stages_of(28) == {2}, "280"
+    assert stages_of(24) == {3}, "240 tiles, at most two on each processor: they fetch further ahead"
+    assert stages_of(28) == stages_of(52) == {2}, "280 and 520: three have a place"
+    assert stages_of(56) == {3}, "560: another round in any case"
+    assert stages_of(108, 128) == {2, 3} and stages_of(108, 512) == {3}, "two sizes, but where small reads last"
 
 
 def test_what_is_merged_anyway_is_cut_sooner() -> None:
