@@ -38,7 +38,7 @@ test check: export PYTHONDONTWRITEBYTECODE :=
 
 # In the order of their names: those with few tests, which xdist would begin last, are among the longest, and one worker would wait.
 test: .venv/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check
