@@ -58,13 +58,14 @@ class Admission:
             prompt.frombytes(run.packed)
         imported = len(prompt) - ends
         prompt[imported:] = compact(own)
-        check(params, self._model.config.vocab_size)
+        blocked = (*self.eos, *(params.stop_token_ids or ()))
+        check(params, self._model.config.vocab_size, blocked if request.constraint is None else ())  # what is complete ends before, too
         may_be_cut = cut is not None or request.truncation is not None
         last = self.last(own, params.max_tokens, at, self.pages_of(before), is_cut=may_be_cut and not before, whole=whole)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         lineage = self.lineage(request.tenant, request.public)
         tenant = lineage.owner
-        asked, eos = self._wants(lineage, before, ends), self.eos
+        asked = self._wants(lineage, before, ends)
         self.owners |= {want.lineage.owner: request.tenant.owner for want in asked}
         foreign = any(not want.exact for want, run in zip(asked, before, strict=True) if run.origin)
         repair = request.repair if foreign else 0.0
@@ -77,7 +78,6 @@ class Admission:
             asked = tuple(want for want, run in zip(asked, before, strict=True) if run.origin)
             last, at, imported = self.last(prompt, params.max_tokens, 0, self.pages_of(before)), 0, 0
         trace = [] if before or at else self._trace(prompt, request.tenant.owner)
-        blocked = (*eos, *(params.stop_token_ids or ()))
         rows = [
             Row(request.request_id, index, prompt, params, seed + index, lineage, last, tenant, blocked, imported=imported)
             for index in range(params.n)

@@ -183,12 +183,15 @@ class _Groups:
         return self.random is None and not (self.biased or self.held or self.constrained or self.penalised or self.scored)
 
 
-def check(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses, before a request is admitted, what only the vocabulary can rule out."""
+def check(params: SamplingParams, vocab_size: int, blocked: Sequence[int] = ()) -> None:
+    """Refuses, before a request is admitted, what only the vocabulary can rule out. `blocked`: what may not come before min_tokens."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids or ())):
         largest = max(ids, default=0)
         if largest >= vocab_size:
             raise InvalidSampling(f"{name} names token {largest} of a vocabulary of {vocab_size}; use ids from 0 to {vocab_size - 1}")
+    if params.min_tokens and len(set(blocked)) == vocab_size:
+        found = f"stop_token_ids and the model's own ends are all {vocab_size} tokens of the vocabulary"
+        raise InvalidSampling(f"{found}, so none is left before min_tokens; name fewer, or leave out min_tokens")
 
 
 class Sampler:

@@ -543,11 +543,14 @@ def test_a_prompt_longer_than_the_budget_takes_several_steps_and_answers_the_sam
     assert engine.stats().steps == -(-len(TRUNK) // 7) + 5
 
 
-def test_who_may_choose_nothing_ends_with_an_error_and_takes_nothing_from_the_cache() -> None:
+def test_who_may_choose_nothing_ends_with_an_error_and_takes_nothing_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
     run(engine, [Request("kept", list(range(60)), greedy(4))])
     before = engine.tree.pages
-    nothing = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, stop_token_ids=list(range(257)))
+    forward = engine.model.decoder.forward
+    never = torch.zeros(VOCAB).index_fill(0, torch.tensor([7]), -torch.inf)
+    monkeypatch.setattr(engine.model.decoder, "forward", lambda step, pool: forward(step, pool) + never)  # the one that is not blocked
+    nothing = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, stop_token_ids=[token for token in range(VOCAB) if token != 7])
     assert run(engine, [Request("r", [5, 6, 7], nothing)])["r", 0][-1].finish_reason == "error"
     assert engine.tree.pages >= before > 0
 
@@ -660,6 +663,14 @@ def test_a_context_larger_than_the_model_was_made_for_is_refused() -> None:
 def test_tokens_that_the_model_does_not_have_are_refused(params: SamplingParams) -> None:
     with pytest.raises(InvalidSampling, match=f"token {VOCAB} of a vocabulary of {VOCAB}"):
         tiny_engine().add(Request("r", [1], params))
+
+
+def test_a_request_that_may_not_choose_any_token_is_refused() -> None:
+    engine, most = tiny_engine(), [token for token in range(VOCAB) if token != END]  # an end may not come before min_tokens, either
+    with pytest.raises(InvalidSampling, match=f"are all {VOCAB} tokens of the vocabulary, so none is left before min_tokens"):
+        engine.add(Request("r", [1], SamplingParams(temperature=0, min_tokens=2, stop_token_ids=most)))
+    for params in (SamplingParams(stop_token_ids=most), SamplingParams(min_tokens=2, stop_token_ids=most[1:])):
+        assert run(engine, [Request("r", [1], params)])["r", 0][-1].finish_reason in ("stop", "length")
 
 
 def test_a_refused_request_leaves_the_others_as_they_were() -> None:

@@ -137,6 +137,7 @@ COMPLETIONS = {
     "a negative token": (plain(prompt=[-1]), 422, "prompt.0: "),
     "a bias beyond the vocabulary": (plain(logit_bias={"300": 1}), 400, "logit_bias names token 300"),
     "a stop token beyond the vocabulary": (plain(stop_token_ids=[300]), 400, "stop_token_ids names token 300"),
+    "no token left to begin with": (plain(stop_token_ids=list(range(257)), min_tokens=1), 400, "none is left before min_tokens"),
     "too many prompts": (plain(prompt=["a"] * 1000), 422, "prompt: "),
     "prompts times answers": (plain(prompt=["a"] * 64, n=64), 422, "n: .*4096"),
     "control characters for a session": (plain(session_id="a\nb"), 422, "session_id: .*printable"),
