@@ -7,14 +7,14 @@ values is an array in the file, separated by commas in the environment, and a fl
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from .errors import InvalidOption
-from .flags import RENAMED, flag_of, nearest
+from .flags import RENAMED, flag_of, hint, nearest
 
 T = TypeVar("T")
 
@@ -253,6 +253,14 @@ def misspelt(environ: Mapping[str, str]) -> list[str]:
             meant = f"; did you mean {ENVIRONMENT_PREFIX}{close}?" if close else ""
             lines.append(f"the environment variable {name} is not an option, and is ignored{meant}")
     return lines
+
+
+def check_names(given: Iterable[str]) -> None:
+    """Refuses options of the engine that there are not, as Python code gives them."""
+    known = [option.name for option in options()]
+    for name in given:
+        if name not in known:
+            raise InvalidOption(f"unknown option {name!r}; {hint(name, known)}")
 
 
 def _values(

@@ -1,4 +1,4 @@
-"""Flags of a command line: how they are read, what was meant by a wrong one, and what other engines call them."""
+"""Flags of a command line, and options in Python: how they are read, what was meant by a wrong one, what other engines call them."""
 
 import argparse
 import difflib
@@ -12,7 +12,8 @@ from .errors import InvalidOption
 RENAMED = {  # options as other engines call them, and as Pando does
     **dict.fromkeys(("kv_cache_dtype", "cache_type_k", "cache_type_v"), "kv_dtype"),
     "block_size": "page_size",
-    **dict.fromkeys(("ctx_size", "context_length"), "max_model_len"),
+    **dict.fromkeys(("model_path", "hf_repo"), "model"),
+    **dict.fromkeys(("ctx_size", "n_ctx", "context_length"), "max_model_len"),
     **dict.fromkeys(("max_running_requests", "parallel"), "max_num_seqs"),
     **dict.fromkeys(("chunked_prefill_size", "ubatch_size"), "max_num_batched_tokens"),
     **dict.fromkeys(("swap_space", "kv_offloading_size", "hicache_size", "cache_ram"), "host_gib"),
@@ -24,14 +25,14 @@ def flag_of(name: str) -> str:
 
 
 ELSEWHERE = {  # flags of other engines, and what to do here
-    **dict.fromkeys(("--model", "-m", "--model-path", "-hf", "--hf-repo"), "give the model without a flag, as in `pando serve MODEL`"),
     **{flag_of(theirs): f"it is {flag_of(ours)} here" for theirs, ours in RENAMED.items()},
+    **dict.fromkeys(("--model", "-m", "--model-path", "-hf", "--hf-repo"), "give the model without a flag, as in `pando serve MODEL`"),
     **{"-c": "it is --max-model-len here", "-np": "it is --max-num-seqs here", "-t": "it is --threads here"},
     **{"-ub": "it is --max-num-batched-tokens here", **dict.fromkeys(("--alias", "-a"), "it is --served-model-name here")},
     **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph"), "it is --no-cuda-graphs here"),
     **dict.fromkeys(("--disable-radix-cache", "--no-enable-prefix-caching"), "it is --no-prefix-caching here"),
     "--context-shift": "it is --truncation auto here, and `pando chat` does it anyway",
-    **dict.fromkeys(("--slot-save-path", "--prompt-cache"), "the cache is kept on disk without it; --disk-dir says where"),
+    **dict.fromkeys(("--slot-save-path", "--prompt-cache"), "--disk-gib says how much of the cache is kept on disk, and --disk-dir where"),
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), "a model is on one device as a whole; --device says on which"),
     "--mem-fraction-static": "--gpu-memory-utilization is the share of what is free after the weights",
     **dict.fromkeys(("--enable-chunked-prefill", "--cache-prompt", "--flash-attn", "-fa"), "this is on by default: leave it out"),
@@ -41,6 +42,17 @@ ELSEWHERE = {  # flags of other engines, and what to do here
         ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--pipeline-parallel-size"), "Pando runs on one GPU: leave it out"
     ),
 }
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """What is told of an option that Python code gave, and that Pando does not have."""
+    if name in RENAMED:
+        return f"it is {RENAMED[name]} here"
+    told, flag = ELSEWHERE.get(flag_of(name), ""), re.compile("--(no-)?([a-z-]+)")
+    if told and {ours.replace("-", "_") for _, ours in flag.findall(told)} <= set(known):  # others only a command has
+        return flag.sub(lambda found: "the contrary of " * bool(found[1]) + found[2].replace("-", "_"), told)
+    close = nearest(name, known)
+    return f"did you mean {close}?" if close else f"known are {', '.join(known)}"
 
 
 class Parser(argparse.ArgumentParser):

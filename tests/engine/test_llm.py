@@ -1,8 +1,10 @@
 """The offline interface: prompts of every kind in, answers out, and an engine that stays usable whatever was asked."""
 
 import gc
+import inspect
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from pando.config import EngineConfig
+from pando.config import EngineConfig, options
 from pando.engine.llm import LLM
 from pando.engine.request import Request, SamplingParams
 from pando.errors import (
@@ -500,6 +502,26 @@ def test_a_window_that_the_model_was_not_made_for_is_refused_before_its_weights_
         LLM(str(tmp_path), max_model_len=129)
     with pytest.raises(BadModelFile):
         LLM(str(tmp_path), max_model_len=128)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "unknown option 'kv_cache_dtype'; it is kv_dtype here"),
+        ({"model_path": "x"}, "it is model here"),
+        ({"enforce_eager": True}, "it is the contrary of cuda_graphs here"),
+        ({"tensor_parallel_size": 2}, "Pando runs on one GPU: leave it out"),
+        ({"max_num_seq": 4}, "did you mean max_num_seqs?"),
+        ({"context_shift": True}, "known are model, device, "),  # only a command has what it is called there
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_with_the_name_that_it_has_here(option: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidOption, match=re.escape(told)):
+        LLM("nowhere", **option)
+
+
+def test_help_shows_the_options() -> None:
+    assert [*inspect.signature(LLM).parameters] == [option.name for option in options()]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
