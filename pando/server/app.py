@@ -20,7 +20,7 @@ from ..engine.request import Tenant
 from ..errors import InputError, MarkupError, PandoError, PromptTooLong, QuotaExceeded, SchemaExists
 from .account import Account
 from .answers import ChatAnswers, TextAnswers
-from .bodies import PatientRoute
+from .bodies import Ignored, PatientRoute
 from .exchange import Exchange, gone, unless_gone
 from .failures import FailureBody, Stopped, failure, from_validation, in_markup
 from .gate import Gate
@@ -101,7 +101,7 @@ def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Trac
         strict_content_type=False,
         responses={code: FAILURES[code] for code in (401, 404, 413, 422, 503)},
     )
-    app.state.parsing = CapacityLimiter(1)
+    app.state.parsing, app.state.ignored = CapacityLimiter(1), Ignored()
     app.router.route_class = PatientRoute
     _Routes(service, tenants, journal, tracing).add_to(app)
     SchemaRoutes(service, tenants).add_to(app, FAILURES)

@@ -1,9 +1,11 @@
-"""How bodies arrive: whole, in time, and parsed where it holds up nobody."""
+"""How bodies arrive: whole, in time, and parsed where it holds up nobody. The log says what of them no route knows."""
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
+from difflib import get_close_matches
 from typing import Any
 
 from anyio import to_thread
@@ -11,10 +13,18 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from .limits import Body
+
+log = logging.getLogger(__name__)
 
 LARGE = 2**16  # bytes of a body from which it is parsed beside the event loop, one at a time
 MAX_NESTED = 2**16  # objects and lists of such a body: each costs far more memory than its two characters
 PATIENCE = 60  # seconds that a body may take to arrive
+MAX_IGNORED = 64  # unknown fields that the log names, each once: clients choose them
+MAX_FIELD_CHARS = 64
+NO_EFFECT = frozenset({"store", "service_tier", "safety_identifier", "reasoning"})  # OpenAI's, and documented as ignored
 
 
 async def whole_body(request: Request) -> bytes:
@@ -27,8 +37,36 @@ async def whole_body(request: Request) -> bytes:
     return body
 
 
+class Ignored:
+    """Fields that no route knows: one may be misspelt, and its client would never know."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, sent: object, form: type[Body], asked: str) -> None:
+        known = form.model_fields
+        for name, value in sent.items() if isinstance(sent, dict) else ():
+            if name in known or value is None or name in NO_EFFECT or name in form.refused:
+                continue
+            short = name[:MAX_FIELD_CHARS]
+            if short not in self._told and len(self._told) < MAX_IGNORED:
+                self._told.add(short)
+                meant = "".join(f'; did you mean "{close}"?' for close in get_close_matches(short, known, n=1, cutoff=0.7))
+                log.warning("ignored an unknown field %s of %s%s", json.dumps(short), asked, meant)
+
+
 class PatientRequest(Request):
+    def __init__(self, scope: Scope, receive: Receive, form: type[Body] | None) -> None:
+        super().__init__(scope, receive)
+        self._body_form = form
+
     async def json(self) -> Any:
+        found = await self._parsed()
+        if self._body_form is not None:
+            self.app.state.ignored.tell(found, self._body_form, f"{self.method} {self.scope['path']}")
+        return found
+
+    async def _parsed(self) -> Any:
         """Parses a long body in another thread: while it is parsed, others get their tokens."""
         body = await whole_body(self)
         if len(body) < LARGE:
@@ -41,8 +79,9 @@ class PatientRequest(Request):
 class PatientRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
+        form: Any = next((param.field_info.annotation for param in self.dependant.body_params), None)
 
         async def handler(request: Request) -> Response:
-            return await handle(PatientRequest(request.scope, request.receive))
+            return await handle(PatientRequest(request.scope, request.receive, form))
 
         return handler

@@ -1,7 +1,7 @@
 """What clients send: every body of a request, and what the engine is asked for in its stead.
 
 Null means the same as leaving a field out. A field that is not listed here is ignored, as servers of this protocol do, so that clients may
-send what only other servers know; the few that would change an answer, and that Pando cannot obey, are refused by name.
+send what only other servers know; the log says so. The few that would change an answer, and that Pando cannot obey, are refused by name.
 """
 
 from collections.abc import Mapping

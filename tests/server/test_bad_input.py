@@ -190,6 +190,40 @@ def test_what_may_look_strange_is_answered(client: httpx.Client):
         assert response.status_code == 200, response.text
 
 
+# ---- fields that no route knows
+
+
+def warned(server: Live) -> list[str]:
+    return [line["message"] for line in map(json.loads, server.log.getvalue().splitlines()) if "unknown field" in line.get("message", "")]
+
+
+def test_a_misspelt_field_is_answered_and_the_log_says_once_what_was_meant() -> None:
+    with live() as server, httpx.Client(base_url=server.url, timeout=WAIT) as client:
+        nothing = {"top_a": None, "suffix": "", "store": True}
+        wrong = plain(max_tokens=1, max_token=9, temprature=0, zzz={"a": 1}, **nothing)
+        for _ in range(2):
+            assert client.post("/v1/completions", content=wrong).status_code == 200
+        client.post("/v1/chat/completions", content=spoken(max_tokens=1, zzz=2, reasoning_effort="low"))
+        assert warned(server) == [
+            'ignored an unknown field "max_token" of POST /v1/completions; did you mean "max_tokens"?',
+            'ignored an unknown field "temprature" of POST /v1/completions; did you mean "temperature"?',
+            'ignored an unknown field "zzz" of POST /v1/completions',
+            'ignored an unknown field "reasoning_effort" of POST /v1/chat/completions',
+        ]
+
+
+def test_names_of_unknown_fields_take_no_more_of_the_log_than_they_may() -> None:
+    with live() as server, httpx.Client(base_url=server.url, timeout=WAIT) as client:
+        nasty = '\n"\x1b[31m\u202e' + "a" * 100_000
+        assert client.post("/v1/completions", content=plain(max_tokens=1, **{nasty: 1})).status_code == 200
+        for each in range(3):
+            many = {f"x{each}-{i}": 1 for i in range(1000)}
+            assert client.post("/v1/completions", content=plain(max_tokens=1, **many)).status_code == 200
+        found = warned(server)
+        assert found[0].startswith(r'ignored an unknown field "\n\"\u001b[31m\u202eaaa') and len(found[0]) < 200
+        assert len(found) == 64
+
+
 # ---- HTTP
 
 
