@@ -1,6 +1,7 @@
 """What may stand on the command line."""
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,7 @@ def _add_schema(to: argparse.ArgumentParser) -> None:
         "check": "Check a schema for errors; with a prompt, show at which position each of its runs stands and which are computed.",
         "show": "List the modules of a schema: tokens, bytes of KV cache, unions, params.",
     }
+    used = {"check": ("max_model_len",), "show": ("max_model_len", "page_size", "device", "dtype", "kv_dtype")}
     for name, about in abouts.items():
         action = actions.add_parser(name, help=about, description=about, allow_abbrev=False)
         action.add_argument("file", type=Path, metavar="FILE", help="a schema in PML; its src names files below its directory")
@@ -125,7 +127,7 @@ def _add_schema(to: argparse.ArgumentParser) -> None:
         model = next(option for option in options() if option.name == "model")
         action.add_argument("--model", metavar="MODEL", help=f"the model whose tokenizer is used ({model.default})")
         _add_config(action)
-        _add_engine(action)
+        _add_engine(action, used[name])
     actions.add_parser("quality", help="compare modular answers with exact ones, on your own prompts", add_help=False)
 
 
@@ -179,9 +181,11 @@ def _add_sampling(to: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be given several times")
 
 
-def _add_engine(to: argparse.ArgumentParser) -> None:
-    about = "Each may also be set in the TOML file, or in the environment: PANDO_MAX_NUM_SEQS=8."
-    _add_options(to.add_argument_group("the engine", about), options())
+def _add_engine(to: argparse.ArgumentParser, used: Collection[str] | None = None) -> None:
+    """`used`: only these, of a command that starts no engine."""
+    about = "Each may also be set in the TOML file, or in the environment: PANDO_MAX_MODEL_LEN=2048."
+    wanted = tuple(option for option in options() if used is None or option.name in used)
+    _add_options(to.add_argument_group("the engine", about), wanted)
 
 
 def _add_server(to: argparse.ArgumentParser) -> None:

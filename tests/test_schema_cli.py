@@ -1,6 +1,7 @@
 """`pando schema` and `pando run --schema`: files of PML in, tables and carets out."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pando import cli
+from pando.config import options
+from pando.flags import flag_of
 
 from .tiny import tiny_llm
 
@@ -141,6 +144,17 @@ def test_a_file_that_is_not_there_is_named(files, model, capsys, words):
 def test_a_shorter_context_is_the_one_that_counts(files, model, capsys):
     assert run("schema", "check", files / "tour.pml", "--model", model, "--max-model-len", 12) == 2
     assert "the model's context has 12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("action", "used"), [("check", set()), ("show", {"--page-size", "--device", "--dtype", "--kv-dtype"})])
+def test_the_only_options_of_the_engine_are_those_that_count(capsys, action, used):
+    with pytest.raises(SystemExit):
+        run("schema", action, "--help")
+    flags = {flag_of(option.name) for option in options()} - {"--model"}
+    assert set(re.findall(r"--[\w-]+", capsys.readouterr().out)) & flags == used | {"--max-model-len"}
+    for flag in sorted(flags - used - {"--max-model-len"}):
+        assert run("schema", action, "tour.pml", flag, 1) == 2
+        assert f"see `pando schema {action} --help`" in capsys.readouterr().err.lower()
 
 
 @pytest.mark.parametrize("words", [[], ["sing"], ["check"], ["check", "a", "b"], ["show", "a", "--prompt", "b"]])
