@@ -15,7 +15,7 @@ from .arguments import MAX_TOKENS, parse
 from .chat import Speed, chat, utf8
 from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
-from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, counted
+from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, PoolTooSmall, PromptTooLong, counted
 from .flags import nearest
 
 if TYPE_CHECKING:
@@ -182,7 +182,10 @@ def _run(arguments: argparse.Namespace) -> None:
     messages, files = ([], _files(arguments)) if arguments.schema or arguments.prompt_file else (_messages(arguments), None)
     with closing(make_llm(config)) as llm:
         prompt = _modular(arguments, llm, *files) if files else messages[-1]["content"] if arguments.raw else None
-        _answer(arguments, llm, config.model, sampling, messages, prompt)
+        try:
+            _answer(arguments, llm, config.model, sampling, messages, prompt)
+        except (PromptTooLong, PoolTooSmall) as error:  # which say what Python code would ask for
+            raise type(error)(str(error).replace('truncation="auto"', "--truncation auto")) from error
 
 
 def _answer(

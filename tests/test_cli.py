@@ -180,13 +180,22 @@ def test_what_was_dropped_is_told(capsys, monkeypatch):
     monkeypatch.setattr(cli, "make_llm", lambda config: real)
     monkeypatch.setattr(real, "close", lambda: None)  # several commands use it
     assert cli.main(["run", "--raw", "--max-tokens", "4", "a b c " * 40]) == 2
-    assert "truncation" in capsys.readouterr().err
+    assert "tokens, or ask for --truncation auto, which drops its oldest part\n" in capsys.readouterr().err
     assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "a b c " * 40]) == 0
     told = re.search(r"(\d+) of its tokens were dropped", capsys.readouterr().err)
     assert told
     assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "--json", "a b c " * 40]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["num_dropped_tokens"] == int(told[1]) and printed["num_prompt_tokens"] - int(told[1]) < 64
+
+
+@pytest.mark.parametrize("sizes", [{"max_model_len": 64}, {"kv_cache_tokens": 64}])
+@pytest.mark.parametrize("options", ["--raw", "--raw --json", "--raw --n 2"])
+def test_a_prompt_that_does_not_fit_is_refused_with_the_flag_that_helps(capsys, monkeypatch, sizes, options):
+    monkeypatch.setattr(cli, "make_llm", lambda config: tiny_llm(**sizes))
+    assert cli.main(["run", *options.split(), "--max-tokens", "4", "a b c " * 40]) == 2
+    told = capsys.readouterr().err
+    assert "ask for --truncation auto, which drops its oldest part" in told and "truncation=" not in told
 
 
 def test_one_of_a_thing_is_told_as_one():
