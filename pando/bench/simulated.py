@@ -42,7 +42,7 @@ class Clock:
         self._hands: list[Hand] = []
 
     def hand(self, name: str) -> "Hand":
-        self._hands.append(Hand(name, self))
+        self._hands.append(Hand(self))
         return self._hands[-1]
 
     def spend(self, seconds: float) -> None:
@@ -83,15 +83,16 @@ class Clock:
 
 
 class Hand(Worker):
-    def __init__(self, name: str, clock: Clock) -> None:
-        super().__init__(name)
-        self.begins = math.inf  # when the next task does
+    """A worker without a thread: the clock is what begins its tasks."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.begins, self._count = math.inf, 0  # when the next task does; posted so far
         self._clock, self._free = clock, 0.0
         self._posts: list[tuple[bool, int, float, Callable[[], object]]] = []  # what is urgent first
 
     def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
-        self._posted += 1
-        heapq.heappush(self._posts, (not urgent, self._posted, self._clock.now, task))
+        self._count += 1
+        heapq.heappush(self._posts, (not urgent, self._count, self._clock.now, task))
         if urgent or len(self._posts) == 1:
             self._look()
 
@@ -113,6 +114,9 @@ class Hand(Worker):
     def stop(self) -> None:
         self._posts.clear()
         self._look()
+
+    def join(self, seconds: float) -> None:
+        """There is nothing to wait for."""
 
 
 class _Done(SimpleQueue[Callable[[], None]]):
@@ -311,6 +315,7 @@ class SimulatedStore(Store):
     def __init__(self, clock: Clock, transfer: _Transfer, ledger: Ledger, below: Sequence[Tier], page_bytes: int, speeds: Speeds) -> None:
         super().__init__(transfer, ledger, below, buffer=BUFFER, clock=lambda: clock.now)
         self._page_bytes, self._simulated = page_bytes, transfer
+        self._end()  # its threads, which have nothing to do here
         self._loader: Hand = clock.hand("load")
         self._saver, self._writer = clock.hand("save"), clock.hand("write")
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)

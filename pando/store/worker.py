@@ -1,10 +1,11 @@
 """A thread that moves bytes for the one that computes."""
 
-import heapq
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import torch
 
@@ -16,24 +17,19 @@ PATIENCE = 10.0  # seconds after which a thread that gets nothing done is not wa
 
 
 class Worker:
-    """One thread that does what is posted to it: what is urgent first, then in order."""
+    """One thread that does what is posted to it: what is urgent first, then in order. Nobody waits for a lock to post anything, or to stop
+    it: whoever does may be a garbage collector, or be interrupted (Ctrl-C) in the middle of it."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: list[tuple[int, int, Callable[[], object]]] = []
-        self._posted = 0
+        self._urgent, self._others = deque[Callable[[], object]](), deque[Callable[[], object]]()
         self._stopping = False
-        self._name = name
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None  # begun with the first task
+        self._news = SimpleQueue[None]()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()  # at once: where a process may have no more threads, what is posted would be waited for in vain
 
     def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
-        with self._changed:
-            self._posted += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            heapq.heappush(self._tasks, (0 if urgent else 1, self._posted, task))
-            self._changed.notify()
+        (self._urgent if urgent else self._others).append(task)
+        self._news.put(None)
 
     def settle(self) -> None:
         """Waits until what was posted so far is done."""
@@ -50,27 +46,24 @@ class Worker:
 
     def stop(self) -> None:
         """After the task that runs. What was posted and not begun is left undone."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._stopping = True
+        self._news.put(None)
 
     def join(self, seconds: float) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
     @torch.inference_mode()  # memory that was made in this mode may be written in this mode only
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._stopping)
-                if self._stopping:
-                    return
-                task = heapq.heappop(self._tasks)[2]
-            try:
-                task()
-            except Exception:  # an error of ours must not end what all later requests rely on
-                log.exception("a transfer failed")
-            del task  # whoever waits for the next one keeps nothing alive
+        while not self._stopping:
+            self._news.get()
+            while not self._stopping and (tasks := self._urgent or self._others):
+                task = tasks.popleft()
+                try:
+                    task()
+                except Exception:  # an error of ours must not end what all later requests rely on
+                    log.exception("a transfer failed")
+                del task  # whoever waits for the next one keeps nothing alive
 
 
 def stop(workers: Sequence[Worker]) -> None:

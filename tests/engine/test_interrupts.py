@@ -134,6 +134,24 @@ def test_ctrl_c_while_it_is_closed_leaves_nothing_that_closing_again_would_wait_
         assert not closing.is_alive(), f"interrupted at moment {place}"
 
 
+def test_ctrl_c_while_something_is_posted_to_a_thread_holds_up_nobody_who_stops_that() -> None:
+    """A garbage collector may be the one, in any thread."""
+    place, came = 1, True
+    while came:
+        made, came = worker.Worker("test"), False
+        try:
+            with Interrupt([worker], place):
+                made.post(list)
+        except KeyboardInterrupt:
+            came = True
+        stopping = threading.Thread(target=worker.stop, args=([made],), daemon=True)
+        stopping.start()
+        stopping.join(20)
+        assert not stopping.is_alive() and not made._thread.is_alive(), f"interrupted at moment {place}"
+        place += 1
+    assert place > 3
+
+
 def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_at_its_next_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came a second time, while the lock was waited for."""
     made, params = tiny_llm(model), SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)

@@ -625,6 +625,24 @@ def test_saving_that_fails_for_any_reason_costs_no_answer_and_ends(model: Model,
     engine.close()
 
 
+def test_where_no_thread_can_be_started_no_request_waits_for_it(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "pando-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        engine_of(model, tmp_path)
+    monkeypatch.undo()
+    engine = engine_of(model, tmp_path)
+    assert tokens_of(engine, words(25, 60)) == cold(model, words(25, 60))
+    whole(engine)
+    engine.close()
+
+
 class Stuck(Faulty):
     """A tier whose device does not answer."""
 
