@@ -20,10 +20,33 @@
 Each message says what is wrong, how much, and what to do about it.
 """
 
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TypeVar
+
+Cls = TypeVar("Cls", bound=type)
+
 
 def counted(count: int, what: str) -> str:
     """1 token, 2 tokens."""
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def known_only(check: Callable[[Iterable[str]], None]) -> Callable[[Cls], Cls]:
+    """A class for which `check` refuses what it is given by a name that it does not have: Python would not say what was meant."""
+
+    def decorate(kind: Cls) -> Cls:
+        init: Callable[..., None] = kind.__init__  # type: ignore[misc]
+
+        @wraps(init)
+        def checked(*args: object, **given: object) -> None:
+            check(given)
+            init(*args, **given)
+
+        kind.__init__ = checked  # type: ignore[misc]
+        return kind
+
+    return decorate
 
 
 class PandoError(Exception):

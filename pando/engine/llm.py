@@ -3,16 +3,15 @@
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from ..config import Attention, CodecName, Device, DType, EngineConfig, KVDType, PolicyName, Quantization, check_names
-from ..errors import Closed, InvalidOption
+from ..errors import Closed, InvalidOption, known_only
 from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from ..model.load import Model, load
@@ -28,8 +27,6 @@ from .schemas import Prompt, Schemas
 from .sizing import context_of
 from .stream import Inbox, Stream
 
-Options = ParamSpec("Options")
-
 
 def loaded(config: EngineConfig) -> Model:
     """Options that the model is not made for are refused before its weights are read."""
@@ -37,21 +34,10 @@ def loaded(config: EngineConfig) -> Model:
     return load(config.model, **how, compiled=config.native, check=lambda facts: context_of(facts, config))
 
 
-def _known_options(init: Callable[Options, None]) -> Callable[Options, None]:
-    """What Pando does not have is refused with the name that it has here."""
-
-    @wraps(init)
-    def checked(*args: Options.args, **given: Options.kwargs) -> None:
-        check_names(given)
-        init(*args, **given)
-
-    return checked
-
-
+@known_only(check_names)
 class LLM:
     """A model and its cache. What one call computed, the next one reuses."""
 
-    @_known_options
     def __init__(
         self,
         model: str = EngineConfig.model,

@@ -1,10 +1,11 @@
 """What is asked, what is answered, and how a token is chosen: values only."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ..errors import InvalidOption, InvalidSampling
+from ..errors import InvalidOption, InvalidSampling, known_only
 from ..kv.run import Run
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ MAX_STOP_CHARS = 256  # an answer is compared with all of them at each token
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
+RENAMED = {  # as other engines call them
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "n_predict"), "max_tokens"),
+    **{"min_new_tokens": "min_tokens", "repeat_penalty": "repetition_penalty", "do_sample": "temperature"},
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,19 @@ class StructuredOutputsParams:
             raise InvalidSampling(f"choice is {repr(self.choice)[:80]}; it must be a list of one or more texts")
 
 
+def _check_names(given: Iterable[str]) -> None:
+    """Refuses what there is not, as Python code gives it."""
+    known = [param.name for param in fields(SamplingParams)]
+    for name in given:
+        if name == "structured_outputs":  # where vLLM has it
+            raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
+        if name not in known:
+            meant = RENAMED.get(name) or "".join(get_close_matches(name, known, n=1, cutoff=0.7))
+            told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+            raise InvalidSampling(f"unknown sampling param {name!r}; {told}")
+
+
+@known_only(_check_names)
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. Names and defaults follow vLLM's offline API."""
@@ -70,11 +88,6 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # that many alternatives beside the chosen token
     skip_special_tokens: bool = True
-
-    def __new__(cls, *_: object, **given: object) -> "SamplingParams":
-        if "structured_outputs" in given:  # where vLLM has it
-            raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_N)

@@ -11,6 +11,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -520,8 +521,24 @@ def test_an_option_that_there_is_not_is_refused_with_the_name_that_it_has_here(o
         LLM("nowhere", **option)
 
 
-def test_help_shows_the_options() -> None:
+@pytest.mark.parametrize(
+    ("param", "told"),
+    [
+        ({"max_new_tokens": 5}, "unknown sampling param 'max_new_tokens'; did you mean max_tokens?"),
+        ({"repeat_penalty": 1.1}, "did you mean repetition_penalty?"),
+        ({"temprature": 0}, "did you mean temperature?"),
+        ({"beams": 4}, "known are n, temperature, "),
+        ({"structured_outputs": None}, "give them to generate, chat or the stream"),
+    ],
+)
+def test_a_sampling_param_that_there_is_not_is_refused_with_what_was_meant(param: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidSampling, match=re.escape(told)):
+        SamplingParams(**param)
+
+
+def test_help_shows_what_can_be_given() -> None:
     assert [*inspect.signature(LLM).parameters] == [option.name for option in options()]
+    assert [*inspect.signature(SamplingParams).parameters] == [param.name for param in fields(SamplingParams)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
