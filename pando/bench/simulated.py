@@ -18,7 +18,6 @@ from ..engine.tiers import BUFFER
 from ..kv.pages import Pages
 from ..kv.segment import Key
 from ..store.codec import codec
-from ..store.departures import Departures
 from ..store.host import HostTier
 from ..store.ledger import Ledger
 from ..store.movers import Copy, Take
@@ -41,7 +40,7 @@ class Clock:
         self._order = count()
         self._hands: list[Hand] = []
 
-    def hand(self, name: str) -> "Hand":
+    def hand(self, _: str) -> "Hand":
         self._hands.append(Hand(self))
         return self._hands[-1]
 
@@ -88,19 +87,19 @@ class Hand(Worker):
     def __init__(self, clock: Clock) -> None:
         self.begins, self._count = math.inf, 0  # when the next task does; posted so far
         self._clock, self._free = clock, 0.0
-        self._posts: list[tuple[bool, int, float, Callable[[], object]]] = []  # what is urgent first
+        self._waiting: list[tuple[bool, int, float, Callable[[], object]]] = []  # what is urgent first
 
     def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
         self._count += 1
-        heapq.heappush(self._posts, (not urgent, self._count, self._clock.now, task))
-        if urgent or len(self._posts) == 1:
+        heapq.heappush(self._waiting, (not urgent, self._count, self._clock.now, task))
+        if urgent or len(self._waiting) == 1:
             self._look()
 
     def _look(self) -> None:
-        self.begins = max(self._free, self._posts[0][2]) if self._posts else math.inf
+        self.begins = max(self._free, self._waiting[0][2]) if self._waiting else math.inf
 
     def work(self) -> None:
-        clock, posts = self._clock, self._posts
+        clock, posts = self._clock, self._waiting
         clock.moment = self.begins
         heapq.heappop(posts)[3]()
         self._free = free = clock.moment
@@ -108,11 +107,11 @@ class Hand(Worker):
 
     def settle(self) -> None:
         """Whoever waits for it lets the time pass."""
-        while self._posts or self._free > self._clock.now:
-            self._clock.pass_to(min(self._clock.next, self.begins) if self._posts else self._free)
+        while self._waiting or self._free > self._clock.now:
+            self._clock.pass_to(min(self._clock.next, self.begins) if self._waiting else self._free)
 
     def stop(self) -> None:
-        self._posts.clear()
+        self._waiting.clear()
         self._look()
 
     def join(self, seconds: float) -> None:
@@ -312,13 +311,11 @@ class Known(Speeds):
 
 
 class SimulatedStore(Store):
+    _loader: Hand
+
     def __init__(self, clock: Clock, transfer: _Transfer, ledger: Ledger, below: Sequence[Tier], page_bytes: int, speeds: Speeds) -> None:
-        super().__init__(transfer, ledger, below, buffer=BUFFER, clock=lambda: clock.now)
+        super().__init__(transfer, ledger, below, buffer=BUFFER, clock=lambda: clock.now, worker=clock.hand)
         self._page_bytes, self._simulated = page_bytes, transfer
-        self._end()  # its threads, which have nothing to do here
-        self._loader: Hand = clock.hand("load")
-        self._saver, self._writer = clock.hand("save"), clock.hand("write")
-        self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         self._done, self.speeds, self._now = _Done(clock), speeds, lambda: clock.now
 
     @property

@@ -54,6 +54,7 @@ class Store:
         touches: Sequence[Callable[[Sequence[Key]], None]] = (),
         scout: Scout | None = None,
         clock: Callable[[], float] = time.time,
+        worker: Callable[[str], Worker] = Worker,
     ) -> None:
         """`buffer`: so many pages may be on their way out of the pool at the same time. `disk`: the one among the tiers that remembers what
         was used, and whose bound in bytes counts for everyone who writes there. `touches` are told of pages that are used."""
@@ -69,12 +70,15 @@ class Store:
         self._free: list[Stem] = []  # stems that need not stay any longer
         self._queued, self._raising = set[Key](), set[Key]()  # pages that were offered and are not kept yet; and those that come up
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._loader, self._saver, self._writer = workers = Worker("pando-load"), Worker("pando-save"), Worker("pando-write")
+        workers: list[Worker] = []
+        self._end = weakref.finalize(self, stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
+        for name in ("pando-load", "pando-save", "pando-write"):
+            workers.append(worker(name))  # one by one: where there is no thread left for the third, the other two end
+        self._loader, self._saver, self._writer = workers
         self._touches = Touches(touches, self._writer, ledger.ttl)
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         self.notes = None if disk is None else Notes(disk, self._writer, self.tags, ledger.ttl, clock)
         self._sharing = None if disk is None else Sharing(disk, bound, self._page_bytes, ledger, self._writer, self._done)
-        self._end = weakref.finalize(self, stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
 
     def facts(self) -> StoreFacts:
         room = {tier: Room(self.ledger.used[tier], size) for tier, size in self.ledger.capacities.items()}

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -13,23 +13,24 @@ from .tier import Lost
 
 log = logging.getLogger(__name__)
 
+Task = Callable[[], object]
+
 PATIENCE = 10.0  # seconds after which a thread that gets nothing done is not waited for any longer
 
 
 class Worker:
     """One thread that does what is posted to it: what is urgent first, then in order. Nobody waits for a lock to post anything, or to stop
-    it: whoever does may be a garbage collector, or be interrupted (Ctrl-C) in the middle of it."""
+    it: whoever does may be a garbage collector, or be interrupted (Ctrl-C) before or behind it, but not in the middle."""
 
     def __init__(self, name: str) -> None:
-        self._urgent, self._others = deque[Callable[[], object]](), deque[Callable[[], object]]()
+        self._posts = SimpleQueue[tuple[bool, Task]]()
+        self._urgent, self._others = deque[Task](), deque[Task]()  # which only the thread knows
         self._stopping = False
-        self._news = SimpleQueue[None]()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()  # at once: where a process may have no more threads, what is posted would be waited for in vain
 
-    def post(self, task: Callable[[], object], *, urgent: bool = False) -> None:
-        (self._urgent if urgent else self._others).append(task)
-        self._news.put(None)
+    def post(self, task: Task, *, urgent: bool = False) -> None:
+        self._posts.put((urgent, task))
 
     def settle(self) -> None:
         """Waits until what was posted so far is done."""
@@ -47,7 +48,7 @@ class Worker:
     def stop(self) -> None:
         """After the task that runs. What was posted and not begun is left undone."""
         self._stopping = True
-        self._news.put(None)
+        self.post(_nothing)
 
     def join(self, seconds: float) -> None:
         if self._thread is not threading.current_thread():
@@ -55,15 +56,26 @@ class Worker:
 
     @torch.inference_mode()  # memory that was made in this mode may be written in this mode only
     def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except Exception:  # an error of ours must not end what all later requests rely on
+                log.exception("a transfer failed")
+            del task  # whoever waits for the next one keeps nothing alive
+
+    def _next(self) -> Task | None:
+        """Waits for something to do; nothing, if it is to stop."""
         while not self._stopping:
-            self._news.get()
-            while not self._stopping and (tasks := self._urgent or self._others):
-                task = tasks.popleft()
-                try:
-                    task()
-                except Exception:  # an error of ours must not end what all later requests rely on
-                    log.exception("a transfer failed")
-                del task  # whoever waits for the next one keeps nothing alive
+            try:
+                urgent, task = self._posts.get(block=not (self._urgent or self._others))
+            except Empty:
+                return (self._urgent or self._others).popleft()
+            (self._urgent if urgent else self._others).append(task)
+        return None
+
+
+def _nothing() -> None:
+    """Wakes a thread."""
 
 
 def stop(workers: Sequence[Worker]) -> None:
@@ -75,7 +87,7 @@ def stop(workers: Sequence[Worker]) -> None:
         worker.join(max(0.0, end - time.monotonic()))
 
 
-def tried(work: Callable[[], object]) -> Lost | None:
+def tried(work: Task) -> Lost | None:
     """Why something could not be moved, if it could not. An error of ours, or no memory, is no reason to stop either."""
     try:
         work()

@@ -1,5 +1,6 @@
 """What outlives the pool: conversations that come back from host memory, from disk and after a restart, through tiers that may fail."""
 
+import gc
 import os
 import random
 import re
@@ -633,10 +634,13 @@ def test_where_no_thread_can_be_started_no_request_waits_for_it(model: Model, tm
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    before = set(threading.enumerate())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         engine_of(model, tmp_path)
     monkeypatch.undo()
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread not in before], "those that did start end"
     engine = engine_of(model, tmp_path)
     assert tokens_of(engine, words(25, 60)) == cold(model, words(25, 60))
     whole(engine)
