@@ -1,7 +1,7 @@
 """What is asked, what is answered, and how a token is chosen: values only."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -55,8 +55,8 @@ class StructuredOutputsParams:
 
 def _check_names(given: Iterable[str]) -> None:
     """Refuses what there is not, as Python code gives it."""
-    known = [param.name for param in fields(SamplingParams)]
     for name in given:
+        known = list(SamplingParams.__dataclass_fields__)
         if name == "structured_outputs":  # where vLLM has it
             raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
         if name not in known:

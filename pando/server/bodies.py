@@ -22,9 +22,8 @@ log = logging.getLogger(__name__)
 LARGE = 2**16  # bytes of a body from which it is parsed beside the event loop, one at a time
 MAX_NESTED = 2**16  # objects and lists of such a body: each costs far more memory than its two characters
 PATIENCE = 60  # seconds that a body may take to arrive
-MAX_IGNORED = 64  # unknown fields that the log names, each once: clients choose them
+MAX_IGNORED = 64  # unknown fields that the log names, each once for a kind of body: clients choose them
 MAX_FIELD_CHARS = 64
-NO_EFFECT = frozenset({"store", "service_tier", "safety_identifier", "reasoning"})  # OpenAI's, and documented as ignored
 
 
 async def whole_body(request: Request) -> bytes:
@@ -41,16 +40,18 @@ class Ignored:
     """Fields that no route knows: one may be misspelt, and its client would never know."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._told: set[tuple[type[Body], str]] = set()
 
     def tell(self, sent: object, form: type[Body], asked: str) -> None:
         known = form.model_fields
         for name, value in sent.items() if isinstance(sent, dict) else ():
-            if name in known or value is None or name in NO_EFFECT or name in form.refused:
+            if len(self._told) == MAX_IGNORED:
+                break
+            if name in known or value is None or name in form.ignored or name in form.refused:
                 continue
             short = name[:MAX_FIELD_CHARS]
-            if short not in self._told and len(self._told) < MAX_IGNORED:
-                self._told.add(short)
+            if (form, short) not in self._told:
+                self._told.add((form, short))
                 meant = "".join(f'; did you mean "{close}"?' for close in get_close_matches(short, known, n=1, cutoff=0.7))
                 log.warning("ignored an unknown field %s of %s%s", json.dumps(short), asked, meant)
 

@@ -149,6 +149,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     refused: ClassVar[Mapping[str, str]] = {}  # fields that would change the answer, and what to do instead
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields of the protocol that change nothing here, and are documented so
 
     @model_validator(mode="before")
     @classmethod

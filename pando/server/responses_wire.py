@@ -168,6 +168,7 @@ class TextOptions(Body):
 class ResponsesBody(Sampling):
     """The next message of a conversation, or the next calls."""
 
+    ignored: ClassVar[frozenset[str]] = Sampling.ignored | {"reasoning"}
     refused: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("previous_response_id", "conversation"), _STORED),
         "prompt": "no prompt templates are stored; send their text as instructions and input",

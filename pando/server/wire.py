@@ -93,6 +93,8 @@ class Amount(Steering):
 class Sampling(Steering):
     """What all answers have in common."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset({"store", "service_tier", "safety_identifier"})
+
     temperature: Real = Field(1.0, ge=0, le=100, description="0 takes the likeliest token; higher is more varied.")
     top_p: Real = Field(1.0, gt=0, le=1, description="Choose among the likeliest tokens that together have this probability.")
     top_k: int = Field(0, ge=-1, le=MAX_INT32, description="Choose among so many of the likeliest tokens; 0 or -1: among all.")

@@ -197,7 +197,7 @@ def warned(server: Live) -> list[str]:
     return [line["message"] for line in map(json.loads, server.log.getvalue().splitlines()) if "unknown field" in line.get("message", "")]
 
 
-def test_a_misspelt_field_is_answered_and_the_log_says_once_what_was_meant() -> None:
+def test_a_misspelt_field_is_answered_and_the_log_says_once_for_each_route_what_was_meant() -> None:
     with live() as server, httpx.Client(base_url=server.url, timeout=WAIT) as client:
         nothing = {"top_a": None, "suffix": "", "store": True}
         wrong = plain(max_tokens=1, max_token=9, temprature=0, zzz={"a": 1}, **nothing)
@@ -208,6 +208,7 @@ def test_a_misspelt_field_is_answered_and_the_log_says_once_what_was_meant() -> 
             'ignored an unknown field "max_token" of POST /v1/completions; did you mean "max_tokens"?',
             'ignored an unknown field "temprature" of POST /v1/completions; did you mean "temperature"?',
             'ignored an unknown field "zzz" of POST /v1/completions',
+            'ignored an unknown field "zzz" of POST /v1/chat/completions',
             'ignored an unknown field "reasoning_effort" of POST /v1/chat/completions',
         ]
 
