@@ -184,7 +184,7 @@ def _run(arguments: argparse.Namespace) -> None:
         prompt = _modular(arguments, llm, *files) if files else messages[-1]["content"] if arguments.raw else None
         try:
             _answer(arguments, llm, config.model, sampling, messages, prompt)
-        except (PromptTooLong, PoolTooSmall) as error:  # which say what Python code would ask for
+        except (PromptTooLong, PoolTooSmall) as error:  # whose advice is in Python's words
             raise type(error)(str(error).replace('truncation="auto"', "--truncation auto")) from error
 
 

@@ -50,7 +50,7 @@ def hint(name: str, known: Sequence[str]) -> str:
         return f"it is {RENAMED[name]} here"
     told, flag = ELSEWHERE.get(flag_of(name), ""), re.compile("--(no-)?([a-z-]+)")
     if told and {ours.replace("-", "_") for _, ours in flag.findall(told)} <= set(known):  # others only a command has
-        return flag.sub(lambda found: "the contrary of " * bool(found[1]) + found[2].replace("-", "_"), told)
+        return flag.sub(lambda found: found[2].replace("-", "_") + "=False" * bool(found[1]), told)
     close = nearest(name, known)
     return f"did you mean {close}?" if close else f"known are {', '.join(known)}"
 

@@ -190,7 +190,7 @@ def check(params: SamplingParams, vocab_size: int, blocked: Sequence[int] = ()) 
         if largest >= vocab_size:
             raise InvalidSampling(f"{name} names token {largest} of a vocabulary of {vocab_size}; use ids from 0 to {vocab_size - 1}")
     if params.min_tokens and len(set(blocked)) == vocab_size:
-        found = f"stop_token_ids and the model's own ends are all {vocab_size} tokens of the vocabulary"
+        found = f"stop_token_ids and the model's own end tokens together are all {vocab_size} tokens of the vocabulary"
         raise InvalidSampling(f"{found}, so none is left before min_tokens; name fewer, or leave out min_tokens")
 
 

@@ -29,8 +29,8 @@ PAYS = 100_000  # packed queries times keys, for each processor, from which on t
 FEWEST = 3 / 4  # small tiles for each processor, up to which another launch costs more than it gains
 LITTLE = 500  # keys that small tiles look at, for each processor, up to which they are the faster ones where all have one size,
 LESS = 1.75  # or so many times as many as large ones would
-BESIDE = 300  # the same beside small reads, for keys of 256 bytes: what tiles take to begin counts,
-LASTS = 400  # and as many more as a small read has, on average, up to these: while it lasts nobody waits
+BESIDE = 300  # the same for large reads beside small ones, in keys of 256 bytes, those that tiles take to begin among them. To this come
+LASTS = 400  # as many keys as a small read has, on average, up to so many: until those are read there is no hurry
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
 LONG = 640  # keys of such reads, on average, up to which that matters,
@@ -110,7 +110,7 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
         if across.dot(reads.tokens[is_large] + quick.overhead) > most:
             return large, small
         rounds = (each + int(across.sum()) * heads / processors) / quick.crowd
-        one = small if 1 < rounds <= 2 else quick  # of which more have a place at once
+        one = small if 1 < rounds <= 2 else quick  # with fewer stages more of them have a place at once
         return one, one
     most = max(LITTLE * processors / heads, LESS * _looked(reads, large, group))
     one = quick if _looked(reads, quick, group) <= most else large

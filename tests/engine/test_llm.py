@@ -510,7 +510,7 @@ def test_a_window_that_the_model_was_not_made_for_is_refused_before_its_weights_
     [
         ({"kv_cache_dtype": "fp8"}, "unknown option 'kv_cache_dtype'; it is kv_dtype here"),
         ({"model_path": "x"}, "it is model here"),
-        ({"enforce_eager": True}, "it is the contrary of cuda_graphs here"),
+        ({"enforce_eager": True}, "it is cuda_graphs=False here"),
         ({"tensor_parallel_size": 2}, "Pando runs on one GPU: leave it out"),
         ({"max_num_seq": 4}, "did you mean max_num_seqs?"),
         ({"context_shift": True}, "known are model, device, "),  # only a command has what it is called there
