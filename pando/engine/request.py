@@ -55,8 +55,8 @@ class StructuredOutputsParams:
 
 def _check_names(given: Iterable[str]) -> None:
     """Refuses what there is not, as Python code gives it."""
+    known = SamplingParams.__dataclass_fields__
     for name in given:
-        known = list(SamplingParams.__dataclass_fields__)
         if name == "structured_outputs":  # where vLLM has it
             raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
         if name not in known:

@@ -10,7 +10,6 @@ stays in the pool until it has left, unless a row needs the room before that has
 
 import logging
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -32,7 +31,7 @@ from .tier import Card, Lost, Tags, Tier
 from .touches import Touches
 from .transfer import Load, Transfer
 from .untaken import Untaken
-from .worker import Worker, stop, tried
+from .worker import Worker, start, tried
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +69,7 @@ class Store:
         self._free: list[Stem] = []  # stems that need not stay any longer
         self._queued, self._raising = set[Key](), set[Key]()  # pages that were offered and are not kept yet; and those that come up
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        workers: list[Worker] = []
-        self._end = weakref.finalize(self, stop, workers)  # whoever forgets to close it loses what is on its way, and nothing else
-        for name in ("pando-load", "pando-save", "pando-write"):
-            workers.append(worker(name))  # one by one: where there is no thread left for the third, the other two end
-        self._loader, self._saver, self._writer = workers
+        self._end, (self._loader, self._saver, self._writer) = start(self, worker, "pando-load", "pando-save", "pando-write")
         self._touches = Touches(touches, self._writer, ledger.ttl)
         self._departures = Departures(self.host, transfer.mover, self._saver, transfer.shape.layers)
         self.notes = None if disk is None else Notes(disk, self._writer, self.tags, ledger.ttl, clock)

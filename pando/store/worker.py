@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -76,6 +77,16 @@ class Worker:
 
 def _nothing() -> None:
     """Wakes a thread."""
+
+
+def start(owner: object, make: Callable[[str], Worker], *names: str) -> "tuple[weakref.finalize[..., object], list[Worker]]":
+    """Threads, and what ends them, as it does when nobody has the owner any more: whoever forgets to close that loses what is on its way,
+    and nothing else. Where there is no thread left for one of them, those that began end, too."""
+    workers: list[Worker] = []
+    end = weakref.finalize(owner, stop, workers)
+    for name in names:
+        workers.append(make(name))
+    return end, workers
 
 
 def stop(workers: Sequence[Worker]) -> None:
