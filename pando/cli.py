@@ -15,8 +15,7 @@ from .arguments import MAX_TOKENS, parse
 from .chat import Speed, chat, utf8
 from .config import EngineConfig, ServerConfig, load, load_server, misspelt, options
 from .engine.request import FinishReason, RequestOutput, Reuse, SamplingParams, TokenEvent
-from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, PoolTooSmall, PromptTooLong, counted
-from .flags import nearest
+from .errors import BadModelFile, InvalidOption, InvalidPrompt, MarkupError, PandoError, PoolTooSmall, PromptTooLong, counted, nearest
 
 if TYPE_CHECKING:
     from dataclasses import Field

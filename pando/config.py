@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from .errors import InvalidOption
-from .flags import RENAMED, flag_of, hint, nearest
+from .errors import InvalidOption, nearest
+from .flags import RENAMED, flag_of, hint
 
 T = TypeVar("T")
 

@@ -21,6 +21,7 @@ Each message says what is wrong, how much, and what to do about it.
 """
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import wraps
 from typing import TypeVar
 
@@ -30,6 +31,12 @@ Cls = TypeVar("Cls", bound=type)
 def counted(count: int, what: str) -> str:
     """1 token, 2 tokens."""
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """What was probably meant by a misspelt word."""
+    close = get_close_matches(word, known, n=1, cutoff=0.7)
+    return close[0] if close else None
 
 
 def known_only(check: Callable[[Iterable[str]], None]) -> Callable[[Cls], Cls]:

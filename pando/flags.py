@@ -1,13 +1,12 @@
 """Flags of a command line, and options in Python: how they are read, what was meant by a wrong one, what other engines call them."""
 
 import argparse
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import InvalidOption
+from .errors import InvalidOption, nearest
 
 RENAMED = {  # options as other engines call them, and as Pando does
     **dict.fromkeys(("kv_cache_dtype", "cache_type_k", "cache_type_v"), "kv_dtype"),
@@ -72,12 +71,6 @@ class Parser(argparse.ArgumentParser):
             wrong, known = choice[1], re.findall(r"[\w.-]+", choice[2])
         close = nearest(wrong, known)
         raise InvalidOption(f"{message}; {f'did you mean {close}? See' if close else 'see'} `{self.prog} --help`")
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """What was probably meant by a misspelt word."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    return close[0] if close else None
 
 
 def written_file(text: str) -> Path:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ..errors import InvalidOption, InvalidSampling, known_only
+from ..errors import InvalidOption, InvalidSampling, known_only, nearest
 from ..kv.run import Run
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _check_names(given: Iterable[str]) -> None:
         if name == "structured_outputs":  # where vLLM has it
             raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
         if name not in known:
-            meant = RENAMED.get(name) or "".join(get_close_matches(name, known, n=1, cutoff=0.7))
+            meant = RENAMED.get(name) or nearest(name, known)
             told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
             raise InvalidSampling(f"unknown sampling param {name!r}; {told}")
 

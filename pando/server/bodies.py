@@ -5,7 +5,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from difflib import get_close_matches
 from typing import Any
 
 from anyio import to_thread
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from ..errors import nearest
 from .limits import Body
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Ignored:
             short = name[:MAX_FIELD_CHARS]
             if (form, short) not in self._told:
                 self._told.add((form, short))
-                meant = "".join(f'; did you mean "{close}"?' for close in get_close_matches(short, known, n=1, cutoff=0.7))
+                meant = f'; did you mean "{close}"?' if (close := nearest(short, known)) else ""
                 log.warning("ignored an unknown field %s of %s%s", json.dumps(short), asked, meant)
 
 
