@@ -228,8 +228,7 @@ class _Routes:
     async def cache(self, request: Request) -> Response:
         """What is cached for this client: its own segments and the public ones."""
         owner, service = request.state.owner, self.service
-        segments, truncated = await service.ask_engine(lambda engine: _segments(engine, owner))
-        stats = service.loop.stats
+        (segments, truncated), stats = await service.ask_engine(lambda engine: (_segments(engine, owner), engine.stats()))
         pages = {"size": service.page_size, "total": stats.pages, "in_use": stats.pages_in_use, "cached": stats.pages_cached}
         return _json({"pages": {**pages, "pinned": stats.pages_pinned}, "segments": segments, "truncated": truncated})
 

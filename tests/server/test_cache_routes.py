@@ -190,6 +190,16 @@ def test_a_stream_tells_its_pin_too(client: openai.OpenAI) -> None:
     assert last.pando["pin"]["tokens"] > 0
 
 
+def test_counts_of_pages_are_as_new_as_the_segments_beside_them(
+    server: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = server.service.loop.stats  # the numbers of the metrics may be so
+    monkeypatch.setattr(type(server.service.loop), "stats", property(lambda _: old, lambda *_: None), raising=False)
+    ask(client, "For an hour", extra_body={"prompt_cache_options": {"ttl": "1h"}})
+    found = send(server, "/v1/cache").json()
+    assert found["segments"] and found["pages"]["pinned"] > 0
+
+
 def test_what_lived_its_time_goes(server: Live, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = server.service.loop._engine.scheduler
     now = scheduler.clock()
