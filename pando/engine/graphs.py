@@ -207,7 +207,7 @@ class Graphs:
             positions=half + np.where(where < rows, half - 1, (where - rows) % half),
             slots=np.full_like(where, self._pool.scratch),
             wanted=where[:rows],
-            reads=joined(size, [read(half, 0, range(count)), *own]),
+            reads=joined(size, [read(half, 0, range(count)), *own], rows),  # hardly ever are all of the last pages full
         )
 
     def let_go(self) -> bool:

@@ -142,7 +142,7 @@ class TritonLowering:
             self.staged.send()
         a, pairs = self._arrays, max(self._large.rows, self._small.rows) // (self._geometry.heads // self._geometry.kv_heads)
         kernels.begin[(max(1, self._grids[0] + self._grids[1]),)](
-            positions, a["tiles"], a["counts"], a["reader"], a["base"], a["room"], self._seen, self._ahead,
+            positions, a["tiles"], a["counts"], a["pages"], a["reader"], a["base"], a["room"], self._seen, self._ahead, self._page_size,
             power_of_two(pairs), self._keys, num_warps=1,
         )  # fmt: skip
         freqs = self._geometry.freqs
@@ -185,13 +185,13 @@ class TritonLowering:
     ) -> None:
         g, a, overlaps = self._geometry, self._arrays, self._device.overlaps
         alone = not is_large and not self._grids[0] and not size.many
-        pool = (k, v) if size.exact else (self._descriptor(k), self._descriptor(v))
+        blocks = (k, v) if size.exact else (self._descriptor(k), self._descriptor(v))
         programs = min(tiles * g.kv_heads, self._device.processors) if size.many else tiles * g.kv_heads
         self._launch(
-            kernels.look, is_large, (programs,), q, *pool, q if g.slopes is None else g.slopes, a["tiles"], a["counts"],
+            kernels.look, is_large, (programs,), q, k, v, *blocks, q if g.slopes is None else g.slopes, a["tiles"], a["counts"],
             a["pages"], a["query"], self._seen, self._ahead, a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
             *self._shape, self._page_size, size.rows,
-            LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, g.slopes is not None, self._precision,
+            LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, size.ahead, g.slopes is not None, self._precision,
             is_large, alone, size.many, alone and overlaps, early and overlaps, after and overlaps,
             num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after or alone),
         )  # fmt: skip

@@ -47,7 +47,7 @@ def _tried(where: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, h
     """One query over one page of ones, before anybody relies on it: it is written for an experimental part of Triton."""
     try:
         hopper = Hopper(page_size)
-        ints: list[list[int]] = [[0, 0, 0, page_size, 0, 1, 0, page_size, 0], [1, 1, 0], [0], [0], [page_size], [-1]]
+        ints: list[list[int]] = [[0, 0, 0, page_size, 0, 1, 0, page_size, 0, 0], [1, 1, 0], [0], [0], [page_size], [-1]]
         plan = [torch.tensor(numbers, dtype=torch.int32, device=where) for numbers in ints]
         q, parts = (torch.zeros(1, heads, head_dim, dtype=kind, device=where) for kind in (dtype, torch.float32))
         ones, out = hopper.descriptor(torch.ones(page_size, kv_heads, head_dim, dtype=dtype, device=where)), torch.zeros_like(q)

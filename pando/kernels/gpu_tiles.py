@@ -34,11 +34,14 @@ LASTS = 400  # as many keys as a small read has, on average, up to so many: unti
 LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
 UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
 LONG = 640  # keys of such reads, on average, up to which that matters,
-AMONG = 96  # or so many for each that a processor has: few wait for memory, and fetch more at once in whole blocks
+AMONG = 96  # or so many for each that a processor has: few wait for memory, and fetch more at once in whole blocks,
+ROOMY = 2  # up to so many do with the last block ahead of the others (16 bits)
 END, FEW = 64, 4  # where all blocks are full: keys up to which it may, and reads of each processor from which on it does
 LONELY = 32  # small tiles for each processor from which on those of one query and up to END keys need no products
 LASTING = 512  # keys of small tiles, on average, from which on there is no room for them beside large ones
-SHARED_BYTES = 227 * 1024  # of memory that the programs on one processor share
+SHARED_BYTES = 227 * 1024  # of memory that the programs on one processor share,
+OWN_BYTES = 3 * 1024  # and that each of small tiles takes beside its blocks and its queries
+AHEAD_BYTES = 256  # of a key, with which two stages and the last block ahead are best: of fewer, places are; of more, registers are scarce
 
 
 class Size(NamedTuple):
@@ -52,6 +55,7 @@ class Size(NamedTuple):
     crowd: int = 2  # programs that run on one processor at a time
     leaves: bool = False  # room for a small one beside it
     exact: bool = False  # few keys at a time, and none that nobody sees; else they come in whole blocks
+    ahead: bool = False  # the last block is fetched before all others
     heads: int = 1  # that a program looks at
     key: float = 1.0  # the time that a key takes
     memory: float = 0.0  # that it takes at least to come from memory, when all fetch
@@ -88,7 +92,7 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     products = np.multiply(rows, reads.tokens, dtype=np.int64)[is_large]
     narrow, key_bytes = dtype.itemsize == 2 and geometry.head_dim <= 128, wide(geometry) * dtype.itemsize
     each = (len(reads) - len(products)) * heads / processors
-    small = _exact(geometry, reads, ~is_large, each) if each and least.rows == SHORT.rows else None
+    small = _exact(geometry, reads, ~is_large, each, ROOMY if narrow else 0) if each and least.rows == SHORT.rows else None
     if small is None:
         small = _crowded(least, key_bytes)
     pays = PAYS * processors / heads
@@ -98,31 +102,57 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     large = _crowded(LARGE._replace(rows=full, stages=3 if narrow else 2), key_bytes)
     if small.exact:
         return large, small
-    # those that have room beside one another fetch further ahead, and few warps are enough for few rows
+    # those that have room beside one another fetch more stages ahead, and few warps are enough for few rows
     quick = _crowded(small._replace(stages=3, warps=2 if narrow and small.rows == LEAST_ROWS else small.warps), key_bytes)
     if not products.any():
-        return large, quick if each <= quick.crowd else small
+        return large, _placed(quick if each <= quick.crowd else small, reads, geometry, dtype, processors)
     if not narrow:
         return large, small
     if each > FEWEST:
         most = (BESIDE + min(LASTS, reads.tokens[~is_large].mean())) * processors / heads * 256 / key_bytes
         across = _across(reads, quick, group)[is_large]
         if across.dot(reads.tokens[is_large] + quick.overhead) > most:
-            return large, small
+            return large, small._replace(warps=2, ahead=True) if reads.unseen and key_bytes == AHEAD_BYTES else small
         rounds = (each + int(across.sum()) * heads / processors) / quick.crowd
-        one = small if 1 < rounds <= 2 else quick  # with fewer stages more of them have a place at once
+        one = _placed(small if 1 < rounds <= 2 else quick, reads, geometry, dtype, processors)
         return one, one
     most = max(LITTLE * processors / heads, LESS * _looked(reads, large, group))
-    one = quick if _looked(reads, quick, group) <= most else large
+    one = _placed(quick, reads, geometry, dtype, processors) if _looked(reads, quick, group) <= most else large
     return one, one
 
 
-def _exact(geometry: Geometry, reads: Reads, is_small: NDArray[np.bool_], each: float) -> Size | None:
+def _placed(size: Size, reads: Reads, geometry: Geometry, dtype: torch.dtype, processors: int) -> Size:
+    """Small tiles of this size, where there are no others: they fetch as much ahead as leaves a place for each of them at once. Who has
+    none begins when another has ended."""
+    if dtype.itemsize != 2 or size.rows != LEAST_ROWS:
+        return size
+    key_bytes = wide(geometry) * dtype.itemsize
+    block, own = _block(key_bytes) * key_bytes, size.rows * key_bytes + OWN_BYTES
+    places = SHARED_BYTES // (4 * block + own)
+    if (programs := _programs(reads, size, geometry, processors, places)) > places:
+        return size._replace(stages=2, warps=2, ahead=reads.unseen > 0 and key_bytes == AHEAD_BYTES)
+    ahead = reads.unseen > 0 and programs <= SHARED_BYTES // (5 * block + own)
+    return size._replace(stages=3, warps=2 if key_bytes <= AHEAD_BYTES else 4, ahead=ahead)
+
+
+def _programs(reads: Reads, size: Size, geometry: Geometry, processors: int, places: int) -> float:
+    """Tiles for each processor, cut as they will be, if it has a place for those that are not cut."""
+    heads, real = geometry.kv_heads, (reads.brought > 0) & (reads.tokens > 0)
+    queries, tokens, across = reads.brought[real], reads.tokens[real], _across(reads, size, geometry.heads // heads)[real]
+    each = int(across.sum()) * heads / processors
+    if not 0 < each <= places:
+        return each
+    merge = MERGE if np.bincount(reads.queries).max() == 1 else 0
+    keys = _keys(tokens, across, queries, size, geometry, processors, _fetched(reads, size, geometry, processors), merge)
+    return int(across.dot(-(-tokens // keys))) * heads / processors
+
+
+def _exact(geometry: Geometry, reads: Reads, is_small: NDArray[np.bool_], each: float, roomy: float) -> Size | None:
     """For small reads, so many of them for each processor, of which half of the last block would be for nobody."""
     tokens, alone = reads.tokens[is_small], geometry.heads == geometry.kv_heads
     mean = tokens.mean()
     if reads.unseen > UNSEEN * len(tokens):
-        if mean > min(LONG, AMONG * each):
+        if each <= roomy or mean > min(LONG, AMONG * each):
             return None
     elif mean > END or each <= (LONELY if alone else FEW):
         return None
@@ -274,13 +304,8 @@ def _tile(
     if not len(tokens):
         return np.zeros((0, kernels.FIELDS), dtype=np.int32)
     pairs = size.rows // (geometry.heads // geometry.kv_heads)
-    across = (queries + (pairs - 1)) // pairs
-    slow = 1.0  # what only one tile asks for comes no faster than what others fetch
-    if size.leaves:
-        slow += len(tokens) / int(across.sum())
-    keys = SHORTEST
-    if int(np.maximum.reduce(tokens)) > SHORTEST:
-        keys = _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile, merge)
+    across = (queries.astype(np.int64) + (pairs - 1)) // pairs
+    keys = _keys(tokens, across, queries, size, geometry, processors, meanwhile, merge)
     if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
         keys += int(min(lean, keys / 4)) // SHORTEST * SHORTEST
     count = across * ((tokens + (keys - 1)) // keys)
@@ -298,9 +323,22 @@ def _tile(
     return tiles
 
 
+def _keys(
+    tokens: Ints, across: NDArray[np.int64], queries: Ints, size: Size, geometry: Geometry, processors: int, meanwhile: float, merge: int
+) -> int:  # fmt: skip
+    """Of a tile of these reads, each of so many keys and queries, which fill so many tiles across."""
+    if int(np.maximum.reduce(tokens)) <= SHORTEST:
+        return SHORTEST
+    slow = 1.0  # what only one tile asks for comes no faster than what others fetch
+    if size.leaves:
+        slow += len(tokens) / int(across.sum())
+    return _keys_of_a_tile(across * geometry.kv_heads, queries * geometry.heads, tokens, size, processors, slow, meanwhile, merge)
+
+
 def _keys_of_a_tile(
-    across: Ints, parts: Ints, tokens: Ints, size: Size, processors: int, slow: float = 1.0, meanwhile: float = 0.0, merge: int = MERGE
-) -> int:
+    across: NDArray[np.int64], parts: Ints, tokens: Ints, size: Size, processors: int,
+    slow: float = 1.0, meanwhile: float = 0.0, merge: int = MERGE,
+) -> int:  # fmt: skip
     """So many that the last processor is done soonest. Each tile costs its keys and a little more; several on one
     processor do more together than one behind the other, but each takes longer; there is no hurry while others fetch `meanwhile`; and
     whatever is cut must be merged.
@@ -333,7 +371,7 @@ def _cuts(blocks: int) -> NDArray[np.int64]:
     return cuts[_begins(cuts)]
 
 
-def _together(across: Ints, parts: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
+def _together(across: NDArray[np.int64], parts: Ints, tokens: Ints) -> tuple[NDArray[np.int64], Ints, Ints]:
     """Reads of the same length as one."""
     order = tokens.argsort()
     alike = _begins(tokens[order]).nonzero()[0]

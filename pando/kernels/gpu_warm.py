@@ -35,19 +35,21 @@ def warm_up(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: i
 
 
 def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
-    """All of their pages are the same one. Each comes padded, too, as captured steps are: what pads them reads nothing, and is merged of no
-    parts. Where all rows decode, there is another with a prompt beside them, and one of rows whose last pages are half empty."""
+    """All of their pages are the same one. The last of each row's are hardly ever full. Each plan comes padded, too, as captured steps are:
+    what pads them reads nothing, and is merged of no parts. Where all rows decode, there is another with a prompt beside them, and all of
+    it again with last pages that are half empty."""
     for rows, shared, own, new in PLANS:
         reads = [_read(page_size, shared, 0, range(rows * new))] if shared else []
         reads += [_read(page_size, own, shared, range(row * new, (row + 1) * new)) for row in range(rows)]
         positions = torch.arange(shared + own - new, shared + own).repeat(rows)
-        yield joined(page_size, reads), positions
-        yield joined(page_size, reads), torch.cat((positions, positions[:1]))
         if new == 1:
-            yield joined(page_size, reads, rows * page_size // 2), positions
-        for prompt in PROMPTS if new == 1 else ():
-            beside = _read(page_size, prompt, 0, range(rows, rows + prompt))
-            yield joined(page_size, [*reads, beside]), torch.cat((positions, torch.arange(prompt)))
+            yield joined(page_size, reads), positions
+        for unseen in (rows, rows * page_size // 2) if new == 1 else (rows,):
+            yield joined(page_size, reads, unseen), positions
+            yield joined(page_size, reads, unseen), torch.cat((positions, positions[:1]))
+            for prompt in PROMPTS if new == 1 else ():
+                beside = _read(page_size, prompt, 0, range(rows, rows + prompt))
+                yield joined(page_size, [*reads, beside], unseen), torch.cat((positions, torch.arange(prompt)))
 
 
 def _read(page_size: int, tokens: int, first: int, queries: range) -> tuple[list[int], int, int, range, list[int]]:

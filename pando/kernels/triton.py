@@ -10,13 +10,16 @@ import triton
 import triton.language as tl
 
 # Of a tile: where its read's pages are listed, first key, end of the keys that all pairs see, end of those that any sees, pair, pairs,
-# part, end of the run, page of the first key (it is listed, too; but who knows it has one thing less to wait for). Zeros are no tile.
-FIELDS = 9
+# part, end of the run, page of the first key, and of the first that not all pairs see (they are listed, too; but who knows them has one
+# thing less to wait for). Zeros are no tile.
+FIELDS = 10
 TILE = tl.constexpr(FIELDS)
 
 
 @triton.jit
-def begin(positions, tiles, counts, reader, base, room, seen, ahead, PAIRS: tl.constexpr, KEYS: tl.constexpr):
+def begin(
+    positions, tiles, counts, pages, reader, base, room, seen, ahead, PAGE: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
     """How many keys each pair of a tile sees, and how far ahead of its query the first one lies."""
     if tl.program_id(0) < tl.load(counts + 1):
         tile = tiles + tl.program_id(0) * TILE
@@ -31,18 +34,35 @@ def begin(positions, tiles, counts, reader, base, room, seen, ahead, PAIRS: tl.c
         tl.store(ahead + mine, offset, mask=real)
         end = tl.maximum(first, tl.minimum(stop, tl.max(tl.where(real, limit, 0), 0)))
         least = tl.maximum(first, tl.minimum(end, tl.min(tl.where(real, limit, stop), 0)))
-        tl.store(tile + 2, first + (least - first) // KEYS * KEYS)
+        full = first + (least - first) // KEYS * KEYS
+        tl.store(tile + 2, full)
         tl.store(tile + 3, end)
+        tl.store(tile + 9, tl.load(pages + tl.load(tile) + full // PAGE, mask=full < end, other=0))
+
+
+@triton.jit
+def _weigh(q, k, scale, slope, offset, limit, j, peak, total, ALIBI: tl.constexpr, PRECISION: tl.constexpr):
+    """Keys of which some are not for all, or for nobody."""
+    score = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION) * scale
+    if ALIBI:
+        score += slope[:, None] * (offset[:, None] + j[None, :]).to(tl.float32)
+    score = tl.where(j[None, :] < limit[:, None], score, float("-inf"))
+    top = tl.maximum(peak, tl.max(score, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+    weight = tl.exp2(score - safe[:, None])
+    shrink = tl.exp2(peak - safe)
+    return weight.to(q.dtype), shrink[:, None], top, total * shrink + tl.sum(weight, 1)
 
 
 @triton.jit
 def _look(
-    q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tile, head,
+    q, k, v, blocks_k, blocks_v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tile, head,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One tile for one kv head. WIDE is D, made a power of two: what a block holds beyond D meets zeros, or is not stored. k and v are
-    descriptors of the pool; EXACT, pointers to it."""
+    """One tile for one kv head. WIDE is D, made a power of two: what a block holds beyond D meets zeros, or is not stored. AHEAD: the first
+    block that not all pairs see, mostly the only one, is fetched before all others and looked at behind them: nobody waits for it."""
     first = tl.load(tile)
     start = tl.load(tile + 1)
     pair = tl.load(tile + 4)
@@ -62,6 +82,14 @@ def _look(
     if ALIBI:
         slope = tl.load(slopes + name, mask=real, other=0.0) * 1.4426950408889634
         offset = tl.load(ahead + mine, mask=real, other=0)
+    else:
+        slope, offset = 0.0, 0
+    if AHEAD:
+        spot = (tl.load(tile + 9) * PAGE + full % PAGE + keys).to(tl.int64)[:, None] * (K * D) + head * D + dims[None, :]
+        there = (full + keys < end)[:, None] & whole[None, :]
+        key_ahead = tl.load(k + spot, mask=there, other=0.0)
+        value_ahead = tl.load(v + spot, mask=there, other=0.0)
+        limit = tl.load(seen + mine, mask=real, other=0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
@@ -72,7 +100,7 @@ def _look(
         for at in tl.range(start, full, KEYS, num_stages=STAGES):
             slot = page * PAGE + at % PAGE
             page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))  # a block early: the descriptor need not wait for it
-            score = tl.dot(x, k.load([slot, head * D]).to(x.dtype).T, input_precision=PRECISION)
+            score = tl.dot(x, blocks_k.load([slot, head * D]).to(x.dtype).T, input_precision=PRECISION)
             if ALIBI:
                 score = score * scale + slope[:, None] * (offset[:, None] + (at + keys)[None, :]).to(tl.float32)
                 top = tl.maximum(peak, tl.max(score, 1))
@@ -83,10 +111,16 @@ def _look(
             shrink = tl.exp2(peak - top)
             total = total * shrink + tl.sum(weight, 1)
             acc = acc * shrink[:, None]
-            acc = tl.dot(weight.to(x.dtype), v.load([slot, head * D]).to(x.dtype), acc, input_precision=PRECISION)
+            acc = tl.dot(weight.to(x.dtype), blocks_v.load([slot, head * D]).to(x.dtype), acc, input_precision=PRECISION)
             peak = top
     if full < end:
-        limit = tl.load(seen + mine, mask=real, other=0)
+        if AHEAD:
+            weight, shrink, peak, total = _weigh(x, key_ahead, scale, slope, offset, limit, full + keys, peak, total, ALIBI, PRECISION)
+            acc = tl.dot(weight, value_ahead.to(x.dtype), acc * shrink, input_precision=PRECISION)
+            full += KEYS
+            page = tl.load(pages + first + tl.minimum(full // PAGE, last))
+        else:
+            limit = tl.load(seen + mine, mask=real, other=0)
         for at in tl.range(full, end, KEYS, num_stages=STAGES if EXACT else 1):
             slot = page * PAGE + at % PAGE
             page = tl.load(pages + first + tl.minimum((at + KEYS) // PAGE, last))
@@ -97,20 +131,11 @@ def _look(
                 key = tl.load(k + spot, mask=there, other=0.0)
                 value = tl.load(v + spot, mask=there, other=0.0)
             else:
-                key = k.load([slot, head * D])
-            score = tl.dot(x, key.to(x.dtype).T, input_precision=PRECISION) * scale
-            if ALIBI:
-                score += slope[:, None] * (offset[:, None] + j[None, :]).to(tl.float32)
-            score = tl.where(j[None, :] < limit[:, None], score, float("-inf"))
-            top = tl.maximum(peak, tl.max(score, 1))
-            safe = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-            weight = tl.exp2(score - safe[:, None])
-            shrink = tl.exp2(peak - safe)
-            total = total * shrink + tl.sum(weight, 1)
+                key = blocks_k.load([slot, head * D])
+            weight, shrink, peak, total = _weigh(x, key, scale, slope, offset, limit, j, peak, total, ALIBI, PRECISION)
             if not EXACT:
-                value = tl.where((j < end)[:, None], v.load([slot, head * D]), 0.0)  # what nobody sees may hold anything, even NaN
-            acc = tl.dot(weight.to(x.dtype), value.to(x.dtype), acc * shrink[:, None], input_precision=PRECISION)
-            peak = top
+                value = tl.where((j < end)[:, None], blocks_v.load([slot, head * D]), 0.0)  # what nobody sees may hold anything, even NaN
+            acc = tl.dot(weight, value.to(x.dtype), acc * shrink, input_precision=PRECISION)
     if WAITS:
         tl.extra.cuda.gdc_launch_dependents()
     empty = total == 0.0
@@ -126,14 +151,15 @@ def _look(
 
 @triton.jit
 def look(
-    q, k, v, slopes, tiles, counts, pages, query, seen, ahead, places, parts, lses, out, scale,
+    q, k, v, blocks_k, blocks_v, slopes, tiles, counts, pages, query, seen, ahead, places, parts, lses, out, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
     LARGE: tl.constexpr, ALL: tl.constexpr, MANY: tl.constexpr, WAITS: tl.constexpr, EARLY: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """The large tiles of a plan, or the small ones behind them. ALL: there are only these, and nobody waits to be told how many, since
-    those behind them are zeros. MANY: a program takes one tile after the other. WAITS: this launch may begin while the one before it runs,
-    as those of `triton_ops`, and lets the next one begin when it has looked.
+    """The large tiles of a plan, or the small ones behind them. The pool's k and v come twice, as pointers and as descriptors; those that
+    take keys one by one have no descriptors. ALL: there are only these, and nobody waits to be told how many, since those behind them are
+    zeros. MANY: a program takes one tile after the other. WAITS: this launch may begin while the one before it runs, as those of
+    `triton_ops`, and lets the next one begin when it has looked.
 
     EARLY: the launch that follows may begin while this one runs. It is the other kind of tile, which needs nothing of this one and finds
     the room that large tiles leave, so that one computes while the other fetches; or the merge, which waits. A merge waits for the launch
@@ -146,15 +172,15 @@ def look(
         high = (tl.load(counts) if LARGE else tl.load(counts + 1)) * K
         for i in tl.range(low + tl.program_id(0), high, tl.num_programs(0)):
             _look(
-                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * TILE, i % K,
-                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION, WAITS,
+                q, k, v, blocks_k, blocks_v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale,
+                tiles + i // K * TILE, i % K, H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, AHEAD, ALIBI, PRECISION, WAITS,
             )  # fmt: skip
     else:
         i = low + tl.program_id(0)
         if ALL or i < (tl.load(counts) if LARGE else tl.load(counts + 1)) * K:
             _look(
-                q, k, v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale, tiles + i // K * TILE, i % K,
-                H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, ALIBI, PRECISION, WAITS,
+                q, k, v, blocks_k, blocks_v, slopes, pages, query, seen, ahead, places, parts, lses, out, scale,
+                tiles + i // K * TILE, i % K, H, K, G, D, WIDE, PAGE, ROWS, KEYS, STAGES, EXACT, AHEAD, ALIBI, PRECISION, WAITS,
             )  # fmt: skip
     if AFTER:  # noqa: SIM102
         if tl.program_id(0) == tl.num_programs(0) - 1:

@@ -145,6 +145,20 @@ def test_short_ends_are_read_key_by_key(gpu: ModuleType, positions: str, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+def test_the_last_block_may_come_ahead_of_the_others(
+    gpu: ModuleType, positions: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind an end is NaN here, too; and of a prompt, not all of its queries see the blocks behind that one."""
+    from pando.kernels.gpu_tiles import Size
+
+    monkeypatch.setattr(gpu, "sizes", lambda *_: (Size(16), Size(16, stages=3, warps=4, ahead=True)))
+    for size, tail, decoding in ((64, 1, True), (80, 15, True), (64, 16, True), (64, 33, True), (64, 70, False)):
+        case = Case(tail, positions, dtype, decoding=decoding, shape=(3, size), tails=(tail,), rows=3, page=PAGE)
+        assert check(gpu, case).lowering._grids[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ends_of_one_query_are_read_without_products(gpu: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies behind an end is NaN here, too."""
     from pando.kernels.gpu_tiles import LONE, Size
@@ -186,7 +200,8 @@ def test_short_ends_are_read_key_by_key_if_there_are_enough_to_wait_for_memory()
     assert not is_exact(9, 128), "their last blocks are full"
     assert is_exact(9, 128, unseen=32) and is_exact(9, 640, unseen=32)
     assert not is_exact(9, 704, unseen=32), "the last block is a small part of it"
-    assert is_exact(1, 192, unseen=32) and not is_exact(1, 256, unseen=32), "the fewer they are, the shorter"
+    assert is_exact(2, 384, unseen=32) and not is_exact(2, 448, unseen=32), "the fewer they are, the shorter"
+    assert not is_exact(1, 64, unseen=32), "whole blocks have a place, and the last one comes ahead of them"
     assert not is_exact(2, 64)
     assert not is_exact(9, 64, kv_heads=32) and is_exact(9, 64, unseen=32, kv_heads=32), "one query of each key, and a full block"
 
@@ -214,15 +229,20 @@ def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
 def test_one_size_of_tiles_has_stages_for_which_there_is_room() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def stages_of(rows: int, tokens: int = 128) -> set[int]:
+    def stages_of(rows: int, tokens: int = 128, unseen: int = 0, size: int = 128) -> tuple[int, bool]:
+        """Of small tiles; and whether their last block comes ahead of the others."""
         reads = [(range(4), 256, 0, range(rows), [0] * rows)]
         reads += [([1000 + row] * (tokens // 64), tokens, 256, [row], [0]) for row in range(rows)]
-        return {size.stages for size in sizes(Geometry(32, 8, 128, 1.0), torch.bfloat16, joined(64, reads), 132)}
+        found = sizes(Geometry(32, 8, size, 1.0), torch.bfloat16, joined(64, reads, rows * unseen), 132)[1]
+        return found.stages, found.ahead
 
-    assert stages_of(24) == {3}, "240 tiles, at most two on each processor: they fetch further ahead"
-    assert stages_of(28) == stages_of(52) == {2}, "280 and 520: three have a place"
-    assert stages_of(56) == {3}, "560: another round in any case"
-    assert stages_of(108, 128) == {2, 3} and stages_of(108, 512) == {3}, "two sizes, but where small reads last"
+    assert stages_of(24) == stages_of(32) == (3, False), "320 tiles, at most three on each processor: they fetch further ahead"
+    assert stages_of(36) == stages_of(56) == (2, False), "432 and 672: more of them have a place with fewer stages"
+    assert stages_of(20, unseen=5) == (3, True) and stages_of(32, unseen=5) == (3, False), "240: what comes ahead takes a place, too"
+    assert stages_of(36, unseen=5) == stages_of(56, unseen=5) == (2, True)
+    assert stages_of(4, 1024, unseen=5) == (3, False), "40 are few, but they are cut"
+    assert stages_of(40, unseen=5, size=64) == (3, True) and stages_of(36, unseen=5, size=64) == (3, True), "half as many bytes"
+    assert stages_of(108) == (2, False) and stages_of(108, unseen=5) == (2, True), "beside large tiles"
 
 
 def test_what_is_merged_anyway_is_cut_sooner() -> None:
@@ -400,7 +420,7 @@ def test_every_pair_of_a_read_and_a_query_is_in_tiles_that_cover_its_keys_once()
         processors = 1 + seed * 7
         cut = Tiles.cut(reads, count, case.geometry, *sizes(case.geometry, torch.bfloat16, reads, processors), processors)
         covered = np.zeros(len(reads.queries), dtype=np.int64)
-        for listed, first, _, _, pair, pairs, _, stop, page in cut.tiles.tolist():
+        for listed, first, _, _, pair, pairs, _, stop, page, _ in cut.tiles.tolist():
             covered[pair : pair + pairs] += stop - first
             assert page == reads.pages[listed + first // PAGE]
         assert (covered == np.repeat(reads.tokens, np.diff(reads.query_starts))).all()
