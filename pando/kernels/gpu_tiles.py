@@ -130,6 +130,8 @@ def _placed(size: Size, reads: Reads, geometry: Geometry, dtype: torch.dtype, pr
     block, own = _block(key_bytes) * key_bytes, size.rows * key_bytes + OWN_BYTES
     places = SHARED_BYTES // (4 * block + own)
     if (programs := _programs(reads, size, geometry, processors, places)) > places:
+        if size.stages > 2 and not reads.unseen:
+            return size  # whole blocks are fetched so soon behind one another that a place more gains less
         return size._replace(stages=2, warps=2, ahead=reads.unseen > 0 and key_bytes == AHEAD_BYTES)
     ahead = reads.unseen > 0 and programs <= SHARED_BYTES // (5 * block + own)
     return size._replace(stages=3, warps=2 if key_bytes <= AHEAD_BYTES else 4, ahead=ahead)

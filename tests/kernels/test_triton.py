@@ -237,7 +237,8 @@ def test_one_size_of_tiles_has_stages_for_which_there_is_room() -> None:
         return found.stages, found.ahead
 
     assert stages_of(24) == stages_of(32) == (3, False), "320 tiles, at most three on each processor: they fetch further ahead"
-    assert stages_of(36) == stages_of(56) == (2, False), "432 and 672: more of them have a place with fewer stages"
+    assert stages_of(36) == stages_of(48) == (2, False), "432 and 576: more of them have a place with fewer stages"
+    assert stages_of(56) == (3, False), "672: another round in any case"
     assert stages_of(20, unseen=5) == (3, True) and stages_of(32, unseen=5) == (3, False), "240: what comes ahead takes a place, too"
     assert stages_of(36, unseen=5) == stages_of(56, unseen=5) == (2, True)
     assert stages_of(4, 1024, unseen=5) == (3, False), "40 are few, but they are cut"
