@@ -10,7 +10,7 @@ from .reads import Reads, joined
 from .reference import Geometry
 
 MOST = 4096  # tokens of a step
-PROMPTS = (100, 512)  # tokens of one beside rows that decode
+BESIDE = ((100, 100), (512, 512), (2048, 2048), (20_000, 1))  # rows that decode: tokens of another row, and how many of them it computes
 
 # Rows, tokens that all of them share, tokens that each has of its own, and how many of those it computes: what makes kernels differ is how
 # much there is of each, so that nearly all kinds are among these.
@@ -36,8 +36,8 @@ def warm_up(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: i
 
 def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
     """All of their pages are the same one. The last of each row's are hardly ever full. Each plan comes padded, too, as captured steps are:
-    what pads them reads nothing, and is merged of no parts. Where all rows decode, there is another with a prompt beside them, and all of
-    it again with last pages that are half empty."""
+    what pads them reads nothing, and is merged of no parts. Where all rows decode, there are others with a prompt or a long row beside
+    them, and all of it again with last pages that are half empty."""
     for rows, shared, own, new in PLANS:
         reads = [_read(page_size, shared, 0, range(rows * new))] if shared else []
         reads += [_read(page_size, own, shared, range(row * new, (row + 1) * new)) for row in range(rows)]
@@ -47,9 +47,9 @@ def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
         for unseen in (rows, rows * page_size // 2) if new == 1 else (rows,):
             yield joined(page_size, reads, unseen), positions
             yield joined(page_size, reads, unseen), torch.cat((positions, positions[:1]))
-            for prompt in PROMPTS if new == 1 else ():
-                beside = _read(page_size, prompt, 0, range(rows, rows + prompt))
-                yield joined(page_size, [*reads, beside], unseen), torch.cat((positions, torch.arange(prompt)))
+            for tokens, brought in BESIDE if new == 1 else ():
+                another = _read(page_size, tokens, 0, range(rows, rows + brought))
+                yield joined(page_size, [*reads, another], unseen), torch.cat((positions, torch.arange(tokens - brought, tokens)))
 
 
 def _read(page_size: int, tokens: int, first: int, queries: range) -> tuple[list[int], int, int, range, list[int]]:

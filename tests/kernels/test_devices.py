@@ -48,7 +48,7 @@ CUDABackend.make_ptx, CUDABackend.make_cubin = named, lambda *_: b""  # what pro
 run, JITFunction.run, needed = JITFunction.run, compiled, set()
 gpu.Launches.__call__ = lambda self, kernel, kind, grid, *arguments, **options: kernel[grid](*arguments, **options)
 gpu.Device.capability = divmod(capability, 10)
-gpu_warm.PLANS, gpu_warm.PROMPTS = ((300, 65536, 64, 1),), ()
+gpu_warm.PLANS, gpu_warm.BESIDE = ((300, 65536, 64, 1),), ()
 dtype = getattr(torch, sys.argv[5])
 device = gpu.Device(torch.device("cpu"), 40, overlaps=capability >= 90)
 gpu_warm.warm_up(device, dtype, Geometry(heads, kv_heads, size, 1.0), 64, dtype)

@@ -567,7 +567,7 @@ def test_kernels_are_made_before_they_are_needed(gpu: ModuleType, monkeypatch: p
     monkeypatch.setattr(gpu.Launches, "__call__", watch)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(gpu_warm, "PLANS", ((1, 0, 32, 1), (3, 32, 96, 1), (2, 32, 8, 8)))
-        monkeypatch.setattr(gpu_warm, "PROMPTS", (20,))
+        monkeypatch.setattr(gpu_warm, "BESIDE", ((20, 20),))
     gpu_warm.warm_up(gpu.Device.of(DEVICE), torch.float32, Geometry(4, 2, 64, 0.125), 32, torch.float32)
     assert len(launched - {gpu.kernels.bring}) == 2, "tiles and their merge, besides what brings a GPU its numbers"
     assert 1 in warps, "and ends that are read key by key, as they are where last pages are half empty"
