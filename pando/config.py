@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from .errors import InvalidOption, nearest
-from .flags import RENAMED, flag_of, hint
+from .flags import flag_of, hint
 
 T = TypeVar("T")
 
@@ -272,12 +272,10 @@ def _values(
     values: dict[str, object] = {}
     for key, value in _read(file).items() if file else ():
         if key not in in_file:
-            name = key.lower().replace("-", "_")
-            close = RENAMED.get(name) or nearest(name, list(in_file))
-            hint = f"did you mean {close}?" if close else f"known are {', '.join(in_file)}"
+            told = hint(key.lower().replace("-", "_"), list(in_file)).replace("=False", " = false")
             if isinstance(value, dict):
-                hint = "write options at the top of the file, without a [section]"
-            raise InvalidOption(f"{file}: unknown option {key!r}; {hint}")
+                told = "write options at the top of the file, without a [section]"
+            raise InvalidOption(f"{file}: unknown option {key!r}; {told}")
         taken = _take(in_file[key], value, str(file))
         if key in known:
             values[key] = taken

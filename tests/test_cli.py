@@ -737,7 +737,8 @@ def test_auto_takes_back_what_an_earlier_source_set():
     [
         ({}, {}, "max_seqs = 2", "pando.toml: unknown option 'max_seqs'; did you mean max_num_seqs?"),
         ({}, {}, "Max-Num-Seqs = 2", "pando.toml: unknown option 'Max-Num-Seqs'; did you mean max_num_seqs?"),
-        ({}, {}, "kv_cache_dtype = 'fp8'", "pando.toml: unknown option 'kv_cache_dtype'; did you mean kv_dtype?"),
+        ({}, {}, "kv_cache_dtype = 'fp8'", "pando.toml: unknown option 'kv_cache_dtype'; it is kv_dtype here"),
+        ({}, {}, "enforce_eager = true", "pando.toml: unknown option 'enforce_eager'; it is cuda_graphs = false here"),
         ({}, {}, "temperature = 1", "pando.toml: unknown option 'temperature'; known are model, device"),
         ({}, {}, "max_num_seqs = '2'", "pando.toml: max_num_seqs is '2'; it must be a whole number"),
         ({}, {}, "prefix_caching = 1", "pando.toml: prefix_caching is 1; it must be true or false"),
