@@ -24,11 +24,12 @@ from pando.bench.attention.levels import ByLevels
 from pando.bench.attention.report import Measured, Skipped, Table, as_json, read_peers, summary
 from pando.bench.attention.scene import Scene
 from pando.bench.attention.suites import SUITES, Heads, beams, single, tree
-from pando.engine.costs import Subject, cost_of, device_name, keep_cost
+from pando.engine.costs import Subject, chosen_cost, cost_of, device_name, keep_cost
 from pando.errors import InvalidOption
 from pando.kv.plan import ALWAYS, NEVER, CostModel
+from pando.model import load
 
-from ..tiny import compile_folder
+from ..tiny import compile_folder, tiny_model
 
 CPU = torch.device("cpu")
 SMALL = Heads(9, 3, 16, "float32")
@@ -460,20 +461,21 @@ def test_longer_segments_are_measured_until_sharing_is_clearly_better():
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_calibration_is_kept_for_engines_on_the_same_device(folder, tmp_path, monkeypatch, capsys):
+def test_a_calibration_is_kept_for_engines_on_the_same_device(folder, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setenv("PANDO_HOME", str(tmp_path))
     (tmp_path / "native").symlink_to(folder / "native")
     monkeypatch.setattr(calibrate, "ROWS", (2, 4))
     monkeypatch.setattr(calibrate, "PAGES", (1, 8))
-    words = ["--device", "cpu", "--calibrate", "--heads", "9/3", "--head-size", "16", "--dtype", "float32", "--repeats", "1", *LIMITS]
-    assert command.main(words) == 0
+    monkeypatch.setattr(load, "fastest_dtype", lambda: torch.float32)
+    assert command.main(["--device", "cpu", "--calibrate", "--heads", "4/2", "--head-size", "8", "--repeats", "1", *LIMITS]) == 0
     [file] = (tmp_path / "costs").iterdir()
     assert str(file) in capsys.readouterr().out
     kept = json.loads(file.read_text())
-    found = cost_of(kept["device"], "float32", 9, 3, 16, tmp_path / "costs")
-    assert found == CostModel(kept["launch"], kept["merge"])
     assert len(kept["samples"]) >= 3
-    assert cost_of(kept["device"], "float32", 9, 9, 16, tmp_path / "costs") is None
+    with caplog.at_level("INFO"):
+        assert chosen_cost(tiny_model(), "auto", tmp_path / "costs") == CostModel(kept["launch"], kept["merge"])
+    assert "measured on this device" in caplog.text
+    assert cost_of(kept["device"], "float32", 4, 4, 8, tmp_path / "costs") is None
 
 
 SUBJECT = Subject("A GPU (rev. 2)", "bfloat16", 32, 8, 128)

@@ -16,7 +16,7 @@ from ...config import EngineConfig
 from ...engine.costs import Subject, default_cost, device_name, keep_cost
 from ...errors import InvalidOption
 from ...flags import Parser, written_file
-from ...model.load import choose_device
+from ...model.load import choose_device, choose_dtype
 from ...model.shelf import Shelf
 from ..measure import today, write_json
 from ..options import above_zero, cores, picture
@@ -151,7 +151,8 @@ def _heads(arguments: argparse.Namespace, device: torch.device) -> Heads:
         heads = heads._replace(hq=int(written[1]), hkv=int(written[2]))
     if arguments.head_size:
         heads = heads._replace(d=arguments.head_size)
-    return heads._replace(dtype=arguments.dtype or heads.dtype)
+    taken = str(choose_dtype("auto", device)).removeprefix("torch.")  # by an engine that was not told
+    return heads._replace(dtype=arguments.dtype or taken)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -183,7 +184,9 @@ def _parser() -> Parser:
     what.add_argument("--cases", type=Path, metavar="FILE", help="cases of your own, as JSON")
     what.add_argument("--calibrate", action="store_true", help="measure when sharing pays here, and keep it for engines on this device")
     parser.add_argument("--match", default="", metavar="TEXT", help="only cases with this in their name")
-    parser.add_argument("--dtype", type=_dtype, metavar="NAME", help=f"{', '.join(DTYPES)} (as each case says)")
+    parser.add_argument(
+        "--dtype", type=_dtype, metavar="NAME", help=f"{', '.join(DTYPES)} (as each case says; with --calibrate, an engine's)"
+    )
     parser.add_argument("--page-size", type=int, default=size, metavar="N", help=f"token slots in a page ({size})")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each, of which the median counts ({REPEATS})")
     parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="CPU threads (the cores at hand)")
