@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 WORKERS = 4  # threads that tokenise, render and compile grammars
 MAX_RETRY_AFTER = 60
+TOLD_EVERY = 5.0  # seconds, of what takes long at the start
 
 
 class Busy(PandoError):
@@ -126,10 +127,13 @@ class Service:
     def _holdings(self, engine: Engine, template: str | None) -> Holdings:
         held = Holdings(lambda: Schemas(engine, chat_template=template))
         for schema in held.load(self.config.schema, self.config.schema_dir):
-            for tenant in self._tenants if self.config.eager_schemas else ():
-                engine.encode(schema.stored, tenant)
+            tenants, told = self._tenants if self.config.eager_schemas else (), time.monotonic()
+            asked = sum(engine.encode(schema.stored, tenant) for tenant in tenants)
             while engine.has_work:
                 engine.step()
+                if time.monotonic() - told >= TOLD_EVERY:
+                    made, told = asked - sum(engine.unmade(schema.stored, tenant) for tenant in tenants), time.monotonic()
+                    log.info("schema %s: %d of %d texts are encoded", schema.name, made, asked)
             log.info("schema %s: %d tokens", schema.name, sum(part.tokens for part in schema.modules))
         return held
 

@@ -1,5 +1,6 @@
 """Schemas through HTTP: registered, looked at, asked from and deleted, each key's for itself."""
 
+import re
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from pando.engine.engine import Engine
 from pando.engine.schemas import Schemas
 from pando.errors import InvalidOption, MarkupError
+from pando.server import service
 from pando.server.schemas import Holdings, read
 from pando.store.speeds import Speeds
 
@@ -818,12 +820,16 @@ def test_a_schema_of_the_operator_is_everyones_and_may_read_files_below_it(files
         assert refused.status_code == 400, "a file is not read for a client, whatever the operator named"
 
 
-def test_a_directory_of_schemas_is_registered_and_encoded_at_the_start(files: Path) -> None:
+def test_a_directory_of_schemas_is_registered_and_encoded_at_the_start(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "TOLD_EVERY", 0.0)
     with live(schema_dir=str(files), eager_schemas=True, api_key=("one", "two")) as server:
         assert [card["name"] for card in listed(server)] == ["city", "tour"]
         for key in ("one", "two"):
             assert set(states(server, key=key).values()) == {"cached", "computed with each prompt"}
         assert post(server, TOUR).json()["source"] == "operator", "the same content is the one that is here"
+        told = re.findall(r"schema city: (\d+) of (\d+) texts are encoded", server.log.getvalue())
+        made = [int(done) for done, _ in told]
+        assert len({every for _, every in told}) == 1 and made == sorted(made) and made[-1] == int(told[-1][1]) > made[0]
     with live(schema_dir=str(files)) as server:
         assert states(server)["rome"] == "not encoded"
 
