@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, TextIO
 
-from .engine.request import SamplingParams, TokenEvent
+from .engine.request import How, SamplingParams, TokenEvent
 from .errors import InvalidPrompt, PandoError, PromptTooLong, counted
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Speed:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     dropped_tokens: int = 0
+    how: How = "exact"
 
     def add(self, event: TokenEvent, now: float) -> None:
         self.first = self.first if self.tokens else now
@@ -46,6 +47,7 @@ class Speed:
         self.tokens += 1
         self.prompt_tokens, self.cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
         self.dropped_tokens = event.reuse.truncated.dropped if event.reuse.truncated is not None else 0
+        self.how = event.reuse.how
 
     def __str__(self) -> str:
         parts = [
@@ -54,6 +56,8 @@ class Speed:
         ]
         if self.dropped_tokens:
             parts.insert(1, f"the oldest {self.dropped_tokens} dropped")
+        if self.how != "exact":
+            parts.append(f"approximate: {self.how}")
         if self.tokens > 1 and self.last > self.first:
             parts.append(f"{(self.tokens - 1) / (self.last - self.first):.0f} tokens/s")
         return " · ".join(parts)

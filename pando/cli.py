@@ -203,9 +203,9 @@ def _answer(
     began = time.perf_counter()
     [output] = llm.generate([prompt], sampling, **how) if prompt is not None else llm.chat(messages, sampling, **how)
     took = time.perf_counter() - began
-    _tell_dropped(output.reuse)
+    _tell_reuse(output.reuse)
     if arguments.stats:
-        _tell_reuse(
+        _tell_speed(
             f"{counted(len(output.prompt_token_ids), 'prompt token')}, {output.num_cached_tokens} cached · {took:.2f} s", output.reuse
         )
     if arguments.json:
@@ -267,21 +267,28 @@ def _stream(events: Iterator[TokenEvent], stats: bool, *, limited: bool) -> None
     print()
     if cut:
         print("the answer was cut off at the token limit; raise --max-tokens for a longer one", file=sys.stderr)
-    _tell_dropped(reuse)
+    _tell_reuse(reuse)
     if stats:
-        _tell_reuse(str(speed), reuse)
+        _tell_speed(str(speed), reuse)
 
 
-def _tell_reuse(speed: str, reuse: Reuse) -> None:
-    modular = f" · modular: {reuse.modules} tokens are approximate" if reuse.modules else ""
+def _tell_speed(speed: str, reuse: Reuse) -> None:
     repaired = f" · {reuse.repaired} module tokens were repaired" if reuse.repaired else ""
-    rounded = " · rounded: some of what was reused is approximate" if reuse.rounded else ""
-    print(f"{speed}{modular}{repaired}{rounded}", file=sys.stderr)
+    print(f"{speed}{repaired}", file=sys.stderr)
 
 
-def _tell_dropped(reuse: Reuse) -> None:
+def _tell_reuse(reuse: Reuse) -> None:
+    """What was not answered exactly is said to everybody, and on standard error, where no answer stands."""
     if reuse.truncated is not None:
         print(f"the prompt did not fit, so {reuse.truncated.dropped} of its tokens were dropped", file=sys.stderr)
+    why = {
+        "truncated": "the tokens that were kept had been computed behind those",
+        "modular": f"{counted(reuse.modules, 'module token')} had been encoded in another context",
+        "rounded": "some of what was reused had been kept with a codec that rounds",
+        "exact": "",
+    }[reuse.how]
+    if why:
+        print(f"the answer is approximate: {why}", file=sys.stderr)
 
 
 def _check(finish_reason: FinishReason | None) -> None:
@@ -305,12 +312,16 @@ def _as_json(output: RequestOutput, model: str) -> dict[str, object]:
         for a in output.outputs
     ]
     prompt_tokens = len(output.prompt_token_ids)
-    dropped = output.reuse.truncated.dropped if output.reuse.truncated is not None else 0
+    reuse = output.reuse
+    dropped = reuse.truncated.dropped if reuse.truncated is not None else 0
     return {
         "model": model,
         "num_prompt_tokens": prompt_tokens,
         "num_cached_tokens": output.num_cached_tokens,
         "num_dropped_tokens": dropped,
+        "reuse": reuse.how if output.num_cached_tokens or reuse.how != "exact" else "none",
+        "tokens": reuse.sources(prompt_tokens - dropped),
+        "repaired": reuse.repaired,
         "outputs": answers,
     }
 

@@ -39,7 +39,7 @@ class FakeLLM:
     finish: str = "stop"
     closed: int = 0
     truncations: list[str] = field(default_factory=list)
-    dropped: tuple = ()  # of every prompt
+    reuse: Reuse = field(default_factory=lambda: Reuse(30))  # of every prompt
 
     def stream(self, prompt, sampling_params=None, *, truncation="disabled"):
         self.truncations.append(truncation)
@@ -52,9 +52,8 @@ class FakeLLM:
                 if i == self.interrupt_at:
                     signal.raise_signal(signal.SIGINT)
                 last = i == len(self.words) - 1
-                reuse = Reuse(30, truncated=Truncated(self.dropped) if self.dropped else None)
                 end = self.finish if last else None
-                yield TokenEvent("0", 0, i, word, finish_reason=end, num_prompt_tokens=42, num_cached_tokens=30, reuse=reuse)
+                yield TokenEvent("0", 0, i, word, finish_reason=end, num_prompt_tokens=42, num_cached_tokens=30, reuse=self.reuse)
         finally:
             self.closed += 1
 
@@ -66,7 +65,7 @@ class FakeLLM:
         self.asked += prompts
         self.sampled.append(sampling_params)
         outputs = [CompletionOutput(i, "".join(self.words), [1, 2, 3], finish_reason="stop") for i in range(sampling_params.n)]
-        return [RequestOutput("0", None, [7] * 42, outputs, num_cached_tokens=30, finished=True)]
+        return [RequestOutput("0", None, [7] * 42, outputs, num_cached_tokens=30, reuse=self.reuse, finished=True)]
 
     def chat(self, messages, sampling_params=None, *, truncation="disabled"):
         return self.generate([messages], sampling_params, truncation=truncation)
@@ -182,11 +181,30 @@ def test_what_was_dropped_is_told(capsys, monkeypatch):
     assert cli.main(["run", "--raw", "--max-tokens", "4", "a b c " * 40]) == 2
     assert "tokens, or ask for --truncation auto, which drops its oldest part\n" in capsys.readouterr().err
     assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "a b c " * 40]) == 0
-    told = re.search(r"(\d+) of its tokens were dropped", capsys.readouterr().err)
-    assert told
+    shown = capsys.readouterr().err
+    told = re.search(r"(\d+) of its tokens were dropped", shown)
+    assert told and "approximate" not in shown  # nothing of it was cached: what is left was computed
     assert cli.main(["run", "--raw", "--truncation", "auto", "--max-tokens", "4", "--json", "a b c " * 40]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["num_dropped_tokens"] == int(told[1]) and printed["num_prompt_tokens"] - int(told[1]) < 64
+    assert sum(printed["tokens"].values()) == printed["num_prompt_tokens"] - int(told[1])
+
+
+@pytest.mark.parametrize("options", ["--raw", "--raw --n 2"])
+@pytest.mark.parametrize(
+    ("reuse", "told"),
+    [
+        (Reuse(device=9, truncated=Truncated(((8, 520),), moved=9)), "the tokens that were kept had been computed behind those"),
+        (Reuse(device=9, modules=1), "1 module token had been encoded in another context"),
+        (Reuse(device=9, rounded=True), "some of what was reused had been kept with a codec that rounds"),
+        (Reuse(device=9), None),
+    ],
+)
+def test_an_approximate_answer_says_that_it_is_one(llm, capsys, options, reuse, told):
+    llm.reuse = reuse
+    assert cli.main(["run", *options.split(), "hi"]) == 0
+    shown = capsys.readouterr().err
+    assert f"the answer is approximate: {told}\n" in shown if told else "approximate" not in shown
 
 
 @pytest.mark.parametrize("sizes", [{"max_model_len": 64}, {"kv_cache_tokens": 64}])
@@ -566,10 +584,12 @@ def said(llm, turn=-1):
 
 def test_a_conversation_past_the_window_goes_on_and_says_what_was_dropped():
     llm = FakeLLM()
-    llm.dropped = ((8, 520),)
+    llm.reuse = Reuse(30, truncated=Truncated(((8, 520),)))
     _, _, shown = talk(llm, "hi")
     assert llm.truncations == ["auto"]
-    assert "42 prompt tokens, 30 cached · the oldest 512 dropped · " in shown
+    assert "42 prompt tokens, 30 cached · the oldest 512 dropped · " in shown and "approximate" not in shown
+    llm.reuse = Reuse(30, truncated=Truncated(((8, 520),), moved=22))
+    assert " · approximate: truncated" in talk(llm, "hi")[2]
 
 
 def test_a_conversation_is_remembered():

@@ -1,5 +1,6 @@
 """`pando schema` and `pando run --schema`: files of PML in, tables and carets out."""
 
+import json
 import os
 import re
 import subprocess
@@ -208,11 +209,17 @@ def test_measurements_read_their_own_arguments(monkeypatch, words, module):
 def test_run_answers_a_prompt_made_of_modules(files, llm, capsys):
     assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5) == 0
     first = capsys.readouterr()
-    assert first.out.strip() and first.err.startswith("note: there are no roles") and first.err.count("\n") == 1
+    assert first.out.strip() and first.err.startswith("note: there are no roles")
+    assert first.err.splitlines()[1:] == ["the answer is approximate: 15 module tokens had been encoded in another context"]
     assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5, "--stats") == 0
     again = capsys.readouterr()
     assert again.out == first.out
-    assert again.err.splitlines()[1].startswith("34 prompt tokens, 33 cached · ") and "modular: 15 tokens are approximate" in again.err
+    assert again.err.splitlines()[1] == first.err.splitlines()[1]
+    assert again.err.splitlines()[2].startswith("34 prompt tokens, 33 cached · ") and "approximate: modular" in again.err
+    assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["reuse"] == "modular" and told["repaired"] == 0
+    assert sum(told["tokens"].values()) == 34 and told["tokens"]["computed"] == 1 and told["tokens"]["module"] > 0
 
 
 def test_a_run_names_the_file_of_a_prompt_that_is_wrong(files, llm, capsys):
@@ -224,7 +231,7 @@ def test_a_run_names_the_file_of_a_prompt_that_is_wrong(files, llm, capsys):
 def test_an_eager_run_encodes_all_modules_first(files, llm, capsys):
     line = ["run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 2, "--stats", "--eager"]
     assert run(*line) == 0
-    encoded, _, told = capsys.readouterr().err.splitlines()
+    encoded, _, _, told = capsys.readouterr().err.splitlines()
     assert encoded.startswith("schema encoded in ") and told.startswith("34 prompt tokens, 28 cached · ")
 
 

@@ -256,6 +256,11 @@ class Truncated:
         return token
 
 
+How = Literal["exact", "rounded", "modular", "truncated"]  # what an answer is; all but the first are approximations, the last the coarsest
+Source = Literal["computed", "device", "host", "disk", "remote", "module"]  # where a prompt's tokens came from
+TIERS: tuple[Source, ...] = ("host", "disk", "remote")
+
+
 @dataclass(frozen=True)
 class Reuse:
     """Prompt tokens that were not computed. Without a miss, all that is known of the prompt was reused, and the rest of it is new."""
@@ -268,6 +273,24 @@ class Reuse:
     tiers: Mapping[str, int] = field(default_factory=dict)  # of the tokens, so many came from each tier below the device
     truncated: Truncated | None = None
     rounded: bool = False  # some of it was kept with a codec that rounds, or computed behind such: the answer is an approximation
+
+    @property
+    def how(self) -> How:
+        """What makes the answer an approximation, if anything does: of several, what matters most."""
+        if self.truncated is not None and self.truncated.moved:
+            return "truncated"
+        return "modular" if self.modules else "rounded" if self.rounded else "exact"
+
+    def sources(self, total: int) -> dict[Source, int]:
+        """Where a prompt's `total` tokens came from, each of them once: from a tier below the device, or from the device, as any prefix or
+        as a module that had been encoded behind something else. Of what came up and was computed again, by a repair, nobody knows which it
+        was."""
+        left, came = self.device, dict[Source, int]()
+        found: tuple[tuple[Source, int], ...] = (*((tier, self.tiers.get(tier, 0)) for tier in TIERS), ("module", self.held))
+        for source, count in found:
+            came[source] = min(count, left)
+            left -= came[source]
+        return {"computed": total - self.device, "device": left, **came}
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import get_args
 
 from ..engine.pins import Pin
-from ..engine.request import Reuse, TokenEvent, Truncated
+from ..engine.request import How, Reuse, Source, TokenEvent, Truncated
 from .history import Drift
-from .metrics import Metrics, Source
+from .metrics import Metrics
 from .prompts import Prompt
-from .replies import How, MissReport, PandoReport, PinReply, TruncatedReport, Usage, usage
+from .replies import MissReport, PandoReport, PinReply, TruncatedReport, Usage, usage
 from .ticket import Ticket
 
-TIERS: tuple[Source, ...] = ("host", "disk", "remote")
 ADVICE = {
     "cold": "nothing of this prompt was seen before",
     "diverged": "the cached tokens differ from this token on; put what changes after what does not",
@@ -58,7 +57,7 @@ class Account:
             self._metrics.first_token((self._ticket.first or now) - self._ticket.arrived)
             self._metrics.queued(event.waited)
         miss = event.reuse.miss
-        self._metrics.prompt(_sources(event.reuse, event.num_prompt_tokens), None if miss is None else miss.reason)
+        self._metrics.prompt(event.reuse.sources(event.num_prompt_tokens), None if miss is None else miss.reason)
 
     def close(self) -> None:
         """Counts what was answered before the client left or the request was given up."""
@@ -80,7 +79,7 @@ class Account:
 
     def report(self) -> PandoReport:
         cached = self._cached()
-        sources = [_sources(reuse, 0) for reuse in self.reuse.values()]
+        sources = [reuse.sources(0) for reuse in self.reuse.values()]
         came = {source: sum(each[source] for each in sources) for source in get_args(Source)}
         return {
             "reuse": self._kind() if cached or self._kind() != "exact" else "none",
@@ -111,23 +110,9 @@ class Account:
         return whole - sum(reuse.truncated.dropped for reuse in self.reuse.values() if reuse.truncated is not None)
 
     def _kind(self) -> How:
-        """What makes it an approximation, if anything does: of several, what matters most."""
-        if any(reuse.truncated is not None and reuse.truncated.moved for reuse in self.reuse.values()):
-            return "truncated"
-        if any(reuse.modules for reuse in self.reuse.values()):
-            return "modular"
-        return "rounded" if self._rounded else "exact"
-
-
-def _sources(reuse: Reuse, total: int) -> dict[Source, int]:
-    """Where a prompt's tokens came from, each of them once: from a tier below the device, or from the device, as any prefix or as a module
-    that had been encoded behind something else. Of what came up and was computed again, by a repair, nobody knows which it was."""
-    left, came = reuse.device, dict[Source, int]()
-    found: tuple[tuple[Source, int], ...] = (*((tier, reuse.tiers.get(tier, 0)) for tier in TIERS), ("module", reuse.held))
-    for source, count in found:
-        came[source] = min(count, left)
-        left -= came[source]
-    return {"computed": total - reuse.device, "device": left, **came}
+        """Of several prompts, the coarsest."""
+        found: list[How] = [reuse.how for reuse in self.reuse.values()]
+        return max([*found, "rounded" if self._rounded else "exact"], key=get_args(How).index)
 
 
 def _truncated(found: Sequence[Truncated]) -> TruncatedReport | None:

@@ -12,14 +12,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 
 from ..config import MetricsCompat
-from ..engine.request import MissReason
+from ..engine.request import MissReason, Source
 from ..store.facts import StoreFacts
 
 if TYPE_CHECKING:
     from ..engine.facts import Stats
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "timeout", "failed", "stopped"]
-Source = Literal["computed", "device", "host", "disk", "remote", "module"]
 
 # From a GPU that answers in milliseconds to two slow cores that take minutes.
 FIRST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)

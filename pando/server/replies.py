@@ -13,14 +13,13 @@ from pydantic import Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from ..engine.request import MissReason, RecomputeReason
+from ..engine.request import How, MissReason, RecomputeReason
 from .history import DriftKind
 from .logprobs import ChatLogprobs, TextLogprobs
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
 TextFinish = Literal["stop", "length"]
-How = Literal["exact", "rounded", "modular", "truncated"]
-ReuseKind = Literal["exact", "rounded", "modular", "truncated", "none"]
+ReuseKind = Literal[How, "none"]
 
 DONE = b"data: [DONE]\n\n"
 MARK = "the text"  # nothing that an event has behind its text contains it
