@@ -329,7 +329,7 @@ def test_the_command_prints_a_line_for_each_case_and_writes_json(tmp_path, capsy
     assert [case["name"] for case in found["cases"]] == ["a fork", CASES[0].name]
     for case in found["cases"]:
         assert set(case) >= FIELDS
-        assert case["rel_err"] < 1e-5 and case["floor_us"] > 0 and case["shared_reads"] > 0
+        assert case["rel_err"] < 1e-5 and case["floor_us"] > 0 and case["shared_reads"] > 0 and case["plan_us"] > 0
         assert case["shared_us"] > 0 and case["flat_us"] > 0 and case["torch_us"] > 0
     assert (found["cases"][0]["peer_us"], found["cases"][1]["peer_us"]) == (None, 1e6)
     assert found["versions"]["torch"] == torch.__version__
@@ -389,7 +389,7 @@ def test_a_file_of_peers_that_holds_no_times_is_refused(tmp_path, content):
 
 
 def test_the_summary_tells_means_and_where_the_choice_was_wrong():
-    one = Measured("a", 10, 10, 40, 20, 5, 0.001, 0.001, 0.001, 1, 1, 1, "shared", 0.9, None, "native")
+    one = Measured("a", 10, 10, 40, 20, 5, 0.001, 0.001, 0.001, 1, 1, 1, 1, "shared", 0.9, None, "native")
     other = replace(one, name="b", shared_us=40, flat_us=10, auto_us=40)
     assert geometric_mean([0.25, 4]) == pytest.approx(1)
     lines = summary([one, other])

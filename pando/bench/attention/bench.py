@@ -86,7 +86,8 @@ class Bench:
         return Measured(
             name=case.name, shared_us=us[SHARED], auto_us=us[AUTO], flat_us=us[FLAT], torch_us=timings[TORCH].us if TORCH in runs else None,
             floor_us=self.limits.floor_us(case), rel_err=errors[as_in[SHARED]], flat_rel_err=errors[FLAT], torch_rel_err=errors.get(TORCH),
-            rows_checked=len(rows), shared_reads=plans[SHARED][0].shared, auto_shared_reads=plans[AUTO][0].shared, auto=CHOICE[as_in[AUTO]],
+            rows_checked=len(rows), shared_reads=plans[SHARED][0].shared, plan_us=scene.plan_us(self.clock.repeats),
+            auto_shared_reads=plans[AUTO][0].shared, auto=CHOICE[as_in[AUTO]],
             shared_share=case.shared_share, relay_formula=relay_formula(case), kernel=kernel,
             timed={name: timing.how for name, timing in timings.items()}, peer_us=peer_us, wrong=_wrong(errors, scene.q.dtype),
         )  # fmt: skip

@@ -28,6 +28,7 @@ class Measured:
     torch_rel_err: float | None
     rows_checked: int
     shared_reads: int
+    plan_us: float  # to make that plan, on the host
     auto_shared_reads: int
     auto: str  # what the cost model chose: "shared", "flat", or "mixed"
     shared_share: float  # of the tokens that rows read, those that more than one of them reads
@@ -65,7 +66,10 @@ class Skipped:
     failed: bool = False  # it broke, and that is no fault of the case
 
 
-HEADS = ("shared us", "auto us", "auto is", "flat us", "torch us", "floor us", "% floor", "x flat", "x torch", "relay", "rel err", "reads")
+HEADS = (
+    *("shared us", "auto us", "auto is", "flat us", "torch us", "floor us", "% floor", "x flat", "x torch", "relay", "rel err", "reads"),
+    "plan us",
+)
 PEER_HEADS = ("peer us", "x peer")
 
 
@@ -87,7 +91,7 @@ class Table:
         cells = [
             number(found.shared_us), number(found.auto_us), found.auto, number(found.flat_us), number(found.torch_us),
             number(found.floor_us), f"{found.of_floor:.0%}", times(found.over_flat), times(found.over_torch), times(found.relay_formula),
-            "not finite" if found.rel_err is None else f"{found.rel_err:.1e}", str(found.shared_reads),
+            "not finite" if found.rel_err is None else f"{found.rel_err:.1e}", str(found.shared_reads), number(found.plan_us),
         ]  # fmt: skip
         cells += [number(found.peer_us), times(found.over_peer)] if self._peers else []
         text = "  ".join([name, *(cell.rjust(max(8, len(head))) for cell, head in zip(cells, self._heads, strict=True))]).rstrip()

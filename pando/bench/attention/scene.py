@@ -1,5 +1,8 @@
 """A case in memory: pages that are physically shared, rows that read them, queries at their ends; and what is right, in fp64."""
 
+import time
+from statistics import median
+
 import torch
 from torch import Tensor
 
@@ -7,7 +10,7 @@ from ...engine.batch import reads_of
 from ...kernels import reference
 from ...kernels.reads import Reads
 from ...kernels.reference import Geometry, Read
-from ...kv.plan import CostModel, Plan, RowView, plan
+from ...kv.plan import ALWAYS, CostModel, Plan, RowView, plan
 from ...kv.segment import Placement, Segment
 from ...model.load import DTYPES
 from .cases import DTYPES as SIZES
@@ -72,6 +75,15 @@ class Scene:
         tails = [self.case.segments[leaf].tokens for leaf, view in zip(self.case.rows, self.views, strict=True) if view.tail]
         unseen = sum(_pages(tokens, self.page_size) * self.page_size - tokens for tokens in tails)
         return found, reads_of(found, [1] * len(self.views), unseen)
+
+    def plan_us(self, repeats: int) -> float:
+        """To make the plan anew, as the engine does when a row joins, leaves or fills a page."""
+        spent = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            plan(self.views, self.page_size, self.case.group, ALWAYS)
+            spent.append(time.perf_counter() - start)
+        return median(spent) * 1e6
 
     def checked_rows(self) -> list[int]:
         count = len(self.case.rows)

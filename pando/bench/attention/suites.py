@@ -105,6 +105,10 @@ def _cpu() -> list[Case]:
     return [*shared, tree(DEFAULT_MODEL, [(1, 1024), (4, 256), (16, 64)]), *(single(DEFAULT_MODEL, batch, 0, 512) for batch in (32, 8))]
 
 
+def _plan() -> list[Case]:
+    return [tree(DEFAULT_MODEL, [(10, 1024), (1000, 64)])]
+
+
 class Suite(NamedTuple):
     about: str
     cases: Callable[[], list[Case]]
@@ -118,4 +122,5 @@ SUITES = {
     "chunk": Suite("ChunkAttention's table 3: 32 rows, of whose context 0, 50, 75 and 100 % are shared", _chunk),
     "relay": Suite("RelayAttention's figure 5: 32 rows with 128 tokens of their own, over the length of the shared prompt", _relay),
     "cpu": Suite("the default model's heads, small enough for a CPU", _cpu),
+    "plan": Suite("the default model's heads, a thousand rows over 1,010 segments: how long is planned?", _plan),
 }
