@@ -112,11 +112,10 @@ class Bench:
 
     def reading(self) -> list[Result]:
         """Parse and layout of a schema of many small modules, every one of which a prompt imports."""
-        count = self.sizes.modules
-        modules = "".join(f'<module name="m{i}">{self._text(8)}</module>\n' for i in range(count))
-        pml = f'<schema name="many">Read.\n{modules}</schema>'
         words, times = Words(self.llm.tokenizer), []
         for _ in range(self.sizes.repeats):
+            modules = "".join(f'<module name="m{i}">{self._text(8)}</module>\n' for i in range(self.sizes.modules))
+            pml = f'<schema name="many">Read.\n{modules}</schema>'
             start = time.perf_counter()
             schema = read_schema(pml, words, movable=True, max_len=2**31 - 1)
             times.append(1000 * (time.perf_counter() - start))
