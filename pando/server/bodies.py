@@ -5,7 +5,8 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from anyio import to_thread
 from fastapi.routing import APIRoute
@@ -43,10 +44,13 @@ class Ignored:
         self._told: set[tuple[type[Body], str]] = set()
 
     def tell(self, sent: object, form: type[Body], asked: str) -> None:
-        known = form.model_fields
+        """`asked`: what has them, in words. Also of objects in objects; lists may be long, and hold what clients made up."""
+        known = {field.alias or name: field for name, field in form.model_fields.items()}
         for name, value in sent.items() if isinstance(sent, dict) else ():
             if len(self._told) == MAX_IGNORED:
                 break
+            if name in known and isinstance(value, dict) and (inner := _form_of(known[name].annotation)) is not None:
+                self.tell(value, inner, f"{name} of {asked}")
             if name in known or value is None or name in form.ignored or name in form.refused:
                 continue
             short = name[:MAX_FIELD_CHARS]
@@ -54,6 +58,14 @@ class Ignored:
                 self._told.add((form, short))
                 meant = f'; did you mean "{close}"?' if (close := nearest(short, known)) else ""
                 log.warning("ignored an unknown field %s of %s%s", json.dumps(short), asked, meant)
+
+
+def _form_of(annotation: Any) -> type[Body] | None:
+    """The only kind of object that a field may be."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return annotation
+    found = {form for each in get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated) if (form := _form_of(each))}
+    return found.pop() if len(found) == 1 else None
 
 
 class PatientRequest(Request):

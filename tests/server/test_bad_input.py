@@ -213,6 +213,18 @@ def test_a_misspelt_field_is_answered_and_the_log_says_once_for_each_route_what_
         ]
 
 
+def test_a_misspelt_field_within_an_object_is_told_with_where_it_stands() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "shema": {}, "strict": True}, "schema": None}
+    with live() as server, httpx.Client(base_url=server.url, timeout=WAIT) as client:
+        for _ in range(2):
+            body = spoken(max_tokens=1, response_format=form, stream_options={"include_usages": True}, logit_bias={"7": 1}, stream=True)
+            assert client.post("/v1/chat/completions", content=body).status_code == 200
+        assert warned(server) == [
+            'ignored an unknown field "shema" of json_schema of response_format of POST /v1/chat/completions; did you mean "schema"?',
+            'ignored an unknown field "include_usages" of stream_options of POST /v1/chat/completions; did you mean "include_usage"?',
+        ]
+
+
 def test_names_of_unknown_fields_take_no_more_of_the_log_than_they_may() -> None:
     with live() as server, httpx.Client(base_url=server.url, timeout=WAIT) as client:
         nasty = '\n"\x1b[31m\u202e' + "a" * 100_000
