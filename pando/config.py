@@ -272,9 +272,10 @@ def _values(
     values: dict[str, object] = {}
     for key, value in _read(file).items() if file else ():
         if key not in in_file:
-            told = hint(key.lower().replace("-", "_"), list(in_file)).replace("=False", " = false")
             if isinstance(value, dict):
                 told = "write options at the top of the file, without a [section]"
+            else:
+                told = hint(key.lower().replace("-", "_"), list(in_file)).replace("=False", " = false").replace('="', ' = "')
             raise InvalidOption(f"{file}: unknown option {key!r}; {told}")
         taken = _take(in_file[key], value, str(file))
         if key in known:

@@ -44,12 +44,14 @@ ELSEWHERE = {  # flags of other engines, and what to do here
 
 
 def hint(name: str, known: Sequence[str]) -> str:
-    """What is told of an option that Python code gave, and that Pando does not have."""
+    """What is told of an option that Python code gave, or a file, and that Pando does not have."""
     if name in RENAMED:
         return f"it is {RENAMED[name]} here"
-    told, flag = ELSEWHERE.get(flag_of(name), ""), re.compile("--(no-)?([a-z-]+)")
-    if told and {ours.replace("-", "_") for _, ours in flag.findall(told)} <= set(known):  # others only a command has
-        return flag.sub(lambda found: found[2].replace("-", "_") + "=False" * bool(found[1]), told)
+    if (plain := name.removeprefix("no_")) != name and plain in known:
+        return f"it is {plain}=False here"
+    told, flag = ELSEWHERE.get(flag_of(name), ""), re.compile("--(no-)?([a-z-]+)( auto)?")
+    if told and {ours.replace("-", "_") for _, ours, _ in flag.findall(told)} <= set(known):  # others only a command has
+        return flag.sub(lambda found: found[2].replace("-", "_") + "=False" * bool(found[1]) + '="auto"' * bool(found[3]), told)
     close = nearest(name, known)
     return f"did you mean {close}?" if close else f"known are {', '.join(known)}"
 

@@ -759,6 +759,8 @@ def test_auto_takes_back_what_an_earlier_source_set():
         ({}, {}, "Max-Num-Seqs = 2", "pando.toml: unknown option 'Max-Num-Seqs'; did you mean max_num_seqs?"),
         ({}, {}, "kv_cache_dtype = 'fp8'", "pando.toml: unknown option 'kv_cache_dtype'; it is kv_dtype here"),
         ({}, {}, "enforce_eager = true", "pando.toml: unknown option 'enforce_eager'; it is cuda_graphs = false here"),
+        ({}, {}, "no_cuda_graphs = true", "pando.toml: unknown option 'no_cuda_graphs'; it is cuda_graphs = false here"),
+        ({}, {}, "context_shift = true", "pando.toml: unknown option 'context_shift'; it is truncation = \"auto\" here"),
         ({}, {}, "temperature = 1", "pando.toml: unknown option 'temperature'; known are model, device"),
         ({}, {}, "max_num_seqs = '2'", "pando.toml: max_num_seqs is '2'; it must be a whole number"),
         ({}, {}, "prefix_caching = 1", "pando.toml: prefix_caching is 1; it must be true or false"),
