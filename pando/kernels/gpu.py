@@ -186,12 +186,13 @@ class TritonLowering:
         g, a, overlaps = self._geometry, self._arrays, self._device.overlaps
         alone = not is_large and not self._grids[0] and not size.many
         blocks = (k, v) if size.exact else (self._descriptor(k), self._descriptor(v))
+        ahead = size.ahead and k.dtype == q.dtype  # what is widened has no room in registers meanwhile
         programs = min(tiles * g.kv_heads, self._device.processors) if size.many else tiles * g.kv_heads
         self._launch(
             kernels.look, is_large, (programs,), q, k, v, *blocks, q if g.slopes is None else g.slopes, a["tiles"], a["counts"],
             a["pages"], a["query"], self._seen, self._ahead, a["places"], self._parts, self._lses, out, g.scale * LOG2_E,
             *self._shape, self._page_size, size.rows,
-            LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, size.ahead, g.slopes is not None, self._precision,
+            LEAST_KEYS if size.exact else self._keys, size.stages, size.exact, ahead, g.slopes is not None, self._precision,
             is_large, alone, size.many, alone and overlaps, early and overlaps, after and overlaps,
             num_warps=size.warps, maxnreg=size.registers, **self._device.launch(after or alone),
         )  # fmt: skip

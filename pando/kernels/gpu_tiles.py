@@ -112,7 +112,8 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
         most = (BESIDE + min(LASTS, reads.tokens[~is_large].mean())) * processors / heads * 256 / key_bytes
         across = _across(reads, quick, group)[is_large]
         if across.dot(reads.tokens[is_large] + quick.overhead) > most:
-            return large, small._replace(warps=2, ahead=True) if reads.unseen and key_bytes == AHEAD_BYTES else small
+            has_room = small.rows == LEAST_ROWS and key_bytes == AHEAD_BYTES  # in registers: two warps have little
+            return large, small._replace(warps=2, ahead=True) if reads.unseen and has_room else small
         rounds = (each + int(across.sum()) * heads / processors) / quick.crowd
         one = _placed(small if 1 < rounds <= 2 else quick, reads, geometry, dtype, processors)
         return one, one

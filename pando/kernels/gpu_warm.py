@@ -35,9 +35,9 @@ def warm_up(device: Device, dtype: torch.dtype, geometry: Geometry, page_size: i
 
 
 def _plans(page_size: int) -> Iterator[tuple[Reads, torch.Tensor]]:
-    """All of their pages are the same one. The last of each row's are hardly ever full. Each plan comes padded, too, as captured steps are:
-    what pads them reads nothing, and is merged of no parts. Where all rows decode, there are others with a prompt or a long row beside
-    them, and all of it again with last pages that are half empty."""
+    """All of their pages are the same one. The last of each row's are hardly ever full. Each such plan comes padded, too, as captured steps
+    are: what pads them reads nothing, and is merged of no parts. Where all rows decode, there are others with a prompt or a long row beside
+    them, all of it again with last pages that are half empty, and one plan with full ones."""
     for rows, shared, own, new in PLANS:
         reads = [_read(page_size, shared, 0, range(rows * new))] if shared else []
         reads += [_read(page_size, own, shared, range(row * new, (row + 1) * new)) for row in range(rows)]

@@ -1,9 +1,10 @@
 """The GPU kernels of attention: a plan's tiles, the merge of their parts, and pages that come from host memory.
 
 A tile is a run of keys and the packed queries that look at it: pairs of a read and a query, each with the G heads of a key's group. Keys
-come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up; in short tiles one by one, so that none
-comes that nobody sees. Weights are powers of 2 inside a kernel; a part leaves it as (answer, lse), fp32, with the natural logarithm. What
-changes from step to step, how many keys each pair sees, `begin` computes on the device, once for all layers.
+come in whole blocks through a descriptor of the pool, so that nothing but their page is looked up; in short tiles, and where a block is
+fetched ahead of the others, one by one, so that none comes that nobody sees. Weights are powers of 2 inside a kernel; a part leaves it as
+(answer, lse), fp32, with the natural logarithm. What changes from step to step, how many keys each pair sees, `begin` computes on the
+device, once for all layers.
 """
 
 import triton

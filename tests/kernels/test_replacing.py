@@ -21,6 +21,7 @@ LARGER = LARGE._replace(rows=32)  # as many as float32 has
 KINDS = {
     "two sizes": (LARGER, SMALL, "rope"),
     "small tiles": (SMALL, SMALL, "alibi"),
+    "the last block ahead": (LARGER, SMALL._replace(stages=3, ahead=True), "rope"),
     "large tiles": (LARGER, LARGER, "alibi"),
     "tiles one after the other": (LARGEST._replace(rows=32), SMALL, "rope"),
     "short ends": (LARGER, SHORT, "alibi"),

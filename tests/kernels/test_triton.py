@@ -11,6 +11,7 @@ from pando.kernels.reads import Reads, joined
 from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, rotate, turns
 
+from . import test_attention
 from .test_attention import Case
 
 pytestmark = pytest.mark.gpu
@@ -151,11 +152,20 @@ def test_the_last_block_may_come_ahead_of_the_others(
 ) -> None:
     """What lies behind an end is NaN here, too; and of a prompt, not all of its queries see the blocks behind that one."""
     from pando.kernels.gpu_tiles import Size
+    from pando.kernels.triton import FIELDS
 
     monkeypatch.setattr(gpu, "sizes", lambda *_: (Size(16), Size(16, stages=3, warps=4, ahead=True)))
-    for size, tail, decoding in ((64, 1, True), (80, 15, True), (64, 16, True), (64, 33, True), (64, 70, False)):
-        case = Case(tail, positions, dtype, decoding=decoding, shape=(3, size), tails=(tail,), rows=3, page=PAGE)
-        assert check(gpu, case).lowering._grids[1]
+    for name, queries in (("SOME", 3), ("MANY", 5)):  # so few have a small tile
+        monkeypatch.setattr(test_attention, name, queries)
+    behind = 0  # tiles with more than one block that not all queries see
+    for size, tail, page in ((64, 1, PAGE), (80, 12, PAGE), (64, 16, PAGE), (64, 33, 3 * PAGE), (80, 77, 3 * PAGE), (64, 77, PAGE)):
+        case = Case(tail, positions, dtype, decoding=tail < 77, shape=(3, size), tails=(tail,), rows=3, page=page)
+        low = check(gpu, case).lowering
+        large, count = low._arrays["counts"][:2].tolist()
+        tiles = low._arrays["tiles"][: count * FIELDS].view(-1, FIELDS)[large:]
+        assert (tiles[:, 3] > tiles[:, 2]).any()
+        behind += int((tiles[:, 3] - tiles[:, 2] > low._keys).sum())
+    assert behind
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -244,6 +254,27 @@ def test_one_size_of_tiles_has_stages_for_which_there_is_room() -> None:
     assert stages_of(4, 1024, unseen=5) == (3, False), "40 are few, but they are cut"
     assert stages_of(40, unseen=5, size=64) == (3, True) and stages_of(36, unseen=5, size=64) == (3, True), "half as many bytes"
     assert stages_of(108) == (2, False) and stages_of(108, unseen=5) == (2, True), "beside large tiles"
+    assert stages_of(108, unseen=5, size=64) == (2, False)
+
+
+def test_the_last_block_comes_ahead_only_where_registers_have_room_for_it() -> None:
+    from pando.kernels.gpu_tiles import sizes
+
+    def chosen(
+        rows: int, shared: int = 0, heads: tuple[int, int] = (32, 8), size: int = 128, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, int, int, bool]:
+        """Rows, stages and warps of small tiles, and whether it does."""
+        reads = [(range(shared // 64), shared, 0, range(rows), [0] * rows)] if shared else []
+        reads += [([1000 + row] * 16, 1024, shared, [row], [0]) for row in range(rows)]
+        small = sizes(Geometry(*heads, size, 1.0), dtype, joined(64, reads, rows * 5), 132)[1]
+        return small.rows, small.stages, small.warps, small.ahead
+
+    assert chosen(8) == (16, 3, 2, True) and chosen(64) == (16, 2, 2, True)
+    assert chosen(8, size=256) == (16, 3, 4, True) and chosen(64, size=256) == (16, 2, 2, False)
+    assert chosen(64, size=64) == (16, 3, 2, True) and chosen(100, size=64) == (16, 2, 2, False)
+    assert chosen(8, dtype=torch.float32) == (16, 3, 4, False) and chosen(64, dtype=torch.float32) == (16, 2, 4, False)
+    assert chosen(8, heads=(48, 1)) == (64, 3, 4, False) and chosen(800, heads=(48, 1)) == (64, 2, 4, False)
+    assert chosen(140, 512, heads=(48, 1)) == (64, 2, 4, False), "beside large tiles, too: two warps would keep half of them in memory"
 
 
 def test_what_is_merged_anyway_is_cut_sooner() -> None:
