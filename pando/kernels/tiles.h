@@ -17,15 +17,22 @@ static inline void tile_load(int n, const void *from, int64_t stride) {
 static inline void tile_store(int n, void *to, int64_t stride) {
     for (int i = 0; i < SIDE; i++) memcpy((char *)to + i * stride, tile_registers[n][i], 64);
 }
+typedef float columns __attribute__((vector_size(64)));
+
+/* All columns side by side: each is added up as it would be alone, pair by pair. */
 static inline void tile_dot(int c, int a, int b) {
-    for (int i = 0; i < SIDE; i++)
-        for (int j = 0; j < SIDE; j++) {
-            float *sum = (float *)tile_registers[c][i] + j;
-            for (int k = 0; k < DEPTH; k++) {
-                const el *x = (const el *)tile_registers[a][i] + k, *y = (const el *)tile_registers[b][k / 2] + 2 * j + k % 2;
-                *sum += up(*x) * up(*y);
-            }
+    sixteen pairs[SIDE];
+    memcpy(pairs, tile_registers[b], sizeof pairs);
+    for (int i = 0; i < SIDE; i++) {
+        const el *x = (const el *)tile_registers[a][i];
+        columns sum;
+        memcpy(&sum, tile_registers[c][i], sizeof sum);
+        for (int k = 0; k < SIDE; k++) {
+            sum += up(x[2 * k]) * (columns)(pairs[k] << 16);
+            sum += up(x[2 * k + 1]) * (columns)(pairs[k] & -65536); /* the upper half */
         }
+        memcpy(tile_registers[c][i], &sum, sizeof sum);
+    }
 }
 #define LOAD(n, from, stride) tile_load(n, from, stride)
 #define STORE(n, to, stride) tile_store(n, to, stride)
