@@ -14,6 +14,7 @@ import uvloop  # noqa: F401
 
 from pando.cli import main
 from pando.engine.loop import EngineLoop  # noqa: F401
+from pando.kernels import native
 from pando.model.load import Model  # noqa: F401
 from pando.server.serve import serve  # noqa: F401
 
@@ -30,6 +31,7 @@ def run(words: list[str], environment: Mapping[str, str], output: Connection, er
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
+    native.Dense.measure = lambda *_: native.Dense()  # as in the tests: which way is the fastest here decides nothing
     raise SystemExit(main(words))
 
 
