@@ -63,6 +63,13 @@ def unhurried() -> Iterator[None]:
         patch.setattr(speeds.Speeds, "moved", lambda *_: None)
         for name in ("FRESH", "AWAITED"):
             patch.setattr(scout, name, 60.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unmeasured() -> Iterator[None]:
+    """Nor does which way to attend is the fastest. Engines of a module, which begin before its tests, do not find that out, either."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native.Dense, "measure", lambda *_: native.Dense())
         yield
 
