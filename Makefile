@@ -36,7 +36,7 @@ run: .venv/.core
 # What was compiled of Python is kept, whatever the environment says: every worker and every process of a test would do it again.
 test check: export PYTHONDONTWRITEBYTECODE :=
 
-# In the order of their names: those with few tests, which xdist would begin last, are among the longest, and one worker would wait.
+# In the order of folders and names: those with few tests, which xdist would begin last, are among the longest, and one worker would wait.
 test: .venv/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -55,6 +55,11 @@ def pytest_collection() -> Iterator[None]:
     gc.freeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the whole come first, then those of its folders: some of their files take long, and the last one is waited for alone."""
+    items.sort(key=lambda item: len(item.path.parts))
+
+
 @pytest.fixture(autouse=True)
 def unhurried() -> Iterator[None]:
     """How long a load or an answer takes here, beside whatever else runs, decides nothing. Tests of that say what takes how long."""
