@@ -42,8 +42,7 @@ def read_questions(folder: Path) -> list[Paragraph]:
 
 
 def ways() -> list[Way]:
-    shares = sorted({*REPAIRS, SHARE})
-    return [Way(encode) for encode in ENCODES if encode != "opening"] + [Way("opening", share) for share in shares]
+    return [Way(encode, share) for encode in ENCODES for share in sorted({*REPAIRS, SHARE})]
 
 
 def compare_answers(model: Model, paragraphs: Sequence[Paragraph], each: int, count: int, seed: int) -> list[Result]:
@@ -91,5 +90,5 @@ def _bind(judge: Judge, paragraphs: Sequence[Paragraph], asked: Asked, encode: s
 def _result(case: str, way: Way, found: Distance, each: int) -> Result:
     name = f"{case}{way.encode}, repair {way.repair:g}"
     note = f"same top token {found.agreement:.1%}, perplexity {found.perplexity:.3f}, {found.repaired} of {found.foreign} tokens repaired"
-    most = 1e-4 if way.repair == 1 else MOST if way.repair == SHARE and each > 1 else None
+    most = 1e-4 if way.repair == 1 else MOST if way == Way("opening", SHARE) and each > 1 else None
     return at_most(name, found.kl, "nats", most, note)

@@ -12,7 +12,7 @@ from pando.bench import answers, modules
 from pando.bench.answers import Paragraph, compare_answers, measured, read_questions
 from pando.bench.judge import Judge
 from pando.bench.modules import COLD, MODULAR, QUICK, Bench
-from pando.bench.quality import Way
+from pando.bench.quality import ENCODES, Way
 from pando.bench.random_model import random_model
 from pando.engine.llm import LLM
 from pando.engine.schemas import Prompt
@@ -84,8 +84,9 @@ def test_what_was_promised_is_judged_and_the_rest_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr(answers, "EngineConfig", lambda disk_gib: tiny_config(max_num_batched_tokens=512, disk_gib=disk_gib))
     results = compare_answers(tiny_model(max_positions=2048), PARAGRAPHS, 4, 1, 0)
     judged = {result.case for result in results if result.target}
-    assert judged == {"KL, 4 paragraphs, opening, repair 0.15", "KL, 4 paragraphs, opening, repair 1"}
-    assert len(results) == 7
+    whole = {f"KL, 4 paragraphs, {encode}, repair 1" for encode in ENCODES}
+    assert judged == {"KL, 4 paragraphs, opening, repair 0.15", *whole}
+    assert len(results) == 15
 
 
 def test_paragraphs_are_read_from_squads_form(tmp_path: Path) -> None:
