@@ -1,6 +1,7 @@
 """Whatever happens to a kept page: it is read as it was saved, or it is lost, with the reason. Never wrong bytes, never another error."""
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from pando.store.fileformat import MAGIC, header_for, pack, tag
 from pando.store.host import HostTier
 from pando.store.tier import Lost, NoRoom
 
-from .faults import FaultyTier
+from .faults import CALLS, KINDS, FaultyTier, went_wrong
 from .pages import LAYER, SHAPE, card, chain, data, keys, layers, read
 
 ONE = chain(2)[1]
@@ -287,11 +288,9 @@ def play(tier, seed: int, steps: int, damage=lambda draw: None) -> int:
 
 
 def test_a_faulty_host_tier_is_never_wrong():
-    reads = 0
-    for seed in range(500):
-        tier = FaultyTier(HostTier(SHAPE, 3, LAYER, pinned=False), seed, rate=0.2)
-        reads += play(tier, seed, 20)
-    assert reads > 400
+    tiers = [FaultyTier(HostTier(SHAPE, 3, LAYER, pinned=False), seed, rate=0.2) for seed in range(500)]
+    assert sum(play(tier, seed, 20) for seed, tier in enumerate(tiers)) > 400
+    assert went_wrong(tiers) == {*itertools.product(CALLS, KINDS)}, "whatever a call may meet"
 
 
 def test_a_faulty_disk_tier_whose_files_are_damaged_all_the_time_is_never_wrong(tmp_path, monkeypatch):
@@ -315,11 +314,13 @@ def test_a_faulty_disk_tier_whose_files_are_damaged_all_the_time_is_never_wrong(
             case 3:
                 file.write_bytes(draw.choice(files).read_bytes())
 
-    reads, disk = 0, DiskTier(tmp_path / "kv", SHAPE)
+    reads, disk, tiers = 0, DiskTier(tmp_path / "kv", SHAPE), list[FaultyTier]()
     for seed in range(150):
         if seed % 10 == 0:
             disk.close()
             disk = DiskTier(tmp_path / "kv", SHAPE)
-        reads += play(FaultyTier(disk, seed, rate=0.1), seed, 20, damage)
+        tiers.append(FaultyTier(disk, seed, rate=0.1))
+        reads += play(tiers[-1], seed, 20, damage)
     disk.close()
     assert reads > 100
+    assert {kind for _, kind in went_wrong(tiers)} == {*KINDS}

@@ -19,7 +19,7 @@ from pando.store.fileformat import tag
 from pando.store.remote import RedisTier, SharedTier, remote_tier
 from pando.store.tier import Lost
 
-from .faults import FaultyTier
+from .faults import KINDS, FaultyTier, went_wrong
 from .pages import LAYER, ROOT, SHAPE, TENANT, card, chain, data, keys, layers, read
 from .test_faults import START, play
 
@@ -286,7 +286,9 @@ def test_a_value_of_another_kind_is_lost_and_the_others_are_not(make):
 
 def test_random_schedules_on_a_faulty_remote_are_never_wrong(make):
     tier = make()
-    assert sum(play(FaultyTier(tier, seed, rate=0.1), seed, 20) for seed in range(40)) > 40
+    tiers = [FaultyTier(tier, seed, rate=0.1) for seed in range(40)]
+    assert sum(play(each, seed, 20) for seed, each in enumerate(tiers)) > 40
+    assert {kind for _, kind in went_wrong(tiers)} == {*KINDS}
 
 
 class Clock:
