@@ -38,6 +38,7 @@ from tests.tiny import drain, greedy, run, tiny_config, tiny_engine, tiny_model
 POOL = 160  # tokens: one conversation, and not much more
 LITTLE, ENOUGH = 0.00001, 0.01  # GiB
 PAGE = 4
+SLOW = 0.004  # seconds at most that a slow call takes: some steps
 OURS = Tenant()
 
 
@@ -378,12 +379,19 @@ def test_what_was_loaded_beside_others_is_shared_as_soon_as_it_is_there(model: M
 class Faulty:
     """A tier that delays, cuts short, corrupts and raises, as a seeded dice says. What it corrupts, its checksum tells."""
 
-    def __init__(self, inner: Tier, dice: random.Random, share: float, delay: float = 0.0) -> None:
-        self.inner, self.dice, self.share, self.delay, self.name = inner, dice, share, delay, inner.name
+    def __init__(self, inner: Tier, dice: random.Random, share: float, delay: float = 0.0, slow: float = 0.0) -> None:
+        """Of all calls, `share` fail; all take `delay` seconds longer, and of them `slow` up to SLOW seconds more."""
+        self.inner, self.dice, self.share, self.delay, self.slow, self.name = inner, dice, share, delay, slow, inner.name
+        self.asked, self.waited = 0, 0.0
 
     def _fails(self) -> bool:
-        if self.delay:
-            time.sleep(self.delay)
+        self.asked += 1
+        delay = self.delay
+        if self.slow and self.dice.random() < self.slow:
+            delay += self.dice.uniform(0, SLOW)
+        if delay:
+            time.sleep(delay)
+            self.waited += delay
         return self.dice.random() < self.share
 
     def look(self, keys: Sequence[Key]) -> int:
@@ -424,12 +432,13 @@ class FaultyReader:
         self._inner.close()
 
 
-def spoil(engine: Engine, dice: random.Random, share: float, delay: float = 0.0) -> None:
+def spoil(engine: Engine, dice: random.Random, share: float, delay: float = 0.0, slow: float = 0.0) -> Sequence[Faulty]:
     store = engine.store
     assert store is not None
-    bad = tuple(Faulty(tier, dice, share, delay) for tier in store.below)
+    bad = tuple(Faulty(tier, dice, share, delay, slow) for tier in store.below)
     store.below = bad
     store.transfer.tiers.update({tier.name: tier for tier in bad})
+    return bad
 
 
 def test_rows_answer_on_while_another_ones_context_is_loaded(model: Model, tmp_path: Path) -> None:
@@ -506,14 +515,15 @@ def test_a_request_that_is_cancelled_while_its_context_comes_leaves_nothing_behi
 def test_whatever_fails_the_answers_are_those_of_a_cold_run(
     model: Model, tmp_path: Path, seed: int, expected: "Expected", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail and steps that do. Some outgrow the
-    window."""
+    """Conversations come, grow, leave the pool and come back, in batches, through tiers that fail or are slow, and steps that fail. Some
+    outgrow the window. Where a tier is slow, a load ends steps later than one that was asked for with it, or is given up for it."""
     dice = random.Random(seed)
     options = {"max_model_len": 100, "kv_cache_tokens": dice.choice((POOL, 320, 960)), "overlap": dice.choice((False, True))}
     monkeypatch.setattr(Speeds, "pays", dice.choice((Speeds.pays, lambda *_: True)))  # a model of this size is sooner computed
     monkeypatch.setattr(Speeds, "in_time", dice.choice((Speeds.in_time, lambda *_: True)))  # who waits for it holds up others
+    monkeypatch.setattr(transfer, "LATE", dice.choice((transfer.LATE, SLOW / 2)))
     engine = engine_of(model, tmp_path, host_gib=dice.choice((0, LITTLE, ENOUGH)), **options)
-    spoil(engine, dice, dice.choice((0.0, 0.02, 0.2)))
+    [tier] = spoil(engine, dice, dice.choice((0.0, 0.02, 0.2)), slow=0.05)
     interrupt(engine, dice)
     talks = {"long": words(50, 60), "longer": words(51, 90)}
     for restart in range(2):
@@ -533,9 +543,10 @@ def test_whatever_fails_the_answers_are_those_of_a_cold_run(
                 engine.clear_cache()
         whole(engine)
         engine.close()
+        assert tier.waited > 0 or tier.asked < 300, "it was never slow"
         if not restart:
             engine = engine_of(model, tmp_path, host_gib=0, **options)
-            spoil(engine, dice, 0.05)
+            [tier] = spoil(engine, dice, 0.05, slow=0.05)
             interrupt(engine, dice)
 
 
