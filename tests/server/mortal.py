@@ -62,7 +62,8 @@ class World:
     def live(self, folder: Path, seed: str, told: int, answers: int, *, sticks: bool) -> None:
         """Answers one turn after another, and writes what it answers to a pipe; or that it is in the middle of a file, and stays there."""
 
-        def stick(_: int) -> None:
+        def stick(descriptor: int) -> None:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
             os.write(told, (json.dumps(STUCK) + "\n").encode())
             time.sleep(3600)
 

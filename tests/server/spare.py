@@ -1,9 +1,11 @@
 """What `pando serve` imports takes longer than what most tests ask of it: a process imports it once, and servers are forks of it."""
 
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
@@ -20,6 +22,7 @@ from pando.server.serve import serve  # noqa: F401
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
+STICKS, STUCK = "TESTS_STICKS_AFTER", "in the middle of a file"
 
 
 def run(words: list[str], environment: Mapping[str, str], output: Connection, errors: Connection) -> None:
@@ -32,7 +35,23 @@ def run(words: list[str], environment: Mapping[str, str], output: Connection, er
     os.environ.clear()
     os.environ.update(environment)
     native.Dense.measure = lambda *_: native.Dense()  # as in the tests: which way is the fastest here decides nothing
+    if STICKS in environment:
+        stick(int(environment[STICKS]))
     raise SystemExit(main(words))
+
+
+def stick(after: int) -> None:
+    """So many pages are written, and of the next one half: it says so, and stays there."""
+    sync, pages = os.fdatasync, itertools.count()
+
+    def stuck(descriptor: int) -> None:
+        if next(pages) >= after:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            print(STUCK, file=sys.stderr)
+            time.sleep(3600)
+        sync(descriptor)
+
+    os.fdatasync = stuck
 
 
 class Fork:

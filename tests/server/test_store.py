@@ -27,6 +27,7 @@ from pando.store.index import Index
 from ..tiny import tiny_llm, tiny_model
 from .clients import WAIT, ask, client_of, counters, said, wait_for
 from .live import Live, live
+from .spare import STICKS, STUCK
 from .test_signals import Process
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +66,9 @@ def gguf(tiny_gguf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(home: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def begin(*arguments: object) -> Process:
+    def begin(*arguments: object, **environment: str) -> Process:
         options = ("--port", 0, "--disk-gib", 0.05, "--page-size", 16, "--kv-cache-tokens", 2048, "--disable-log-requests")
-        started.append(Process(home, *arguments, *options))
+        started.append(Process(home, *arguments, *options, **environment))
         return started[-1]
 
     yield begin
@@ -96,7 +97,10 @@ def chatter(address: str, seed: int) -> None:
 def test_a_server_that_was_killed_answers_as_a_cold_one_and_a_restarted_one_from_disk(
     start: Callable[..., Process], gguf: Path, tmp_path: Path
 ) -> None:
-    """PANDO_SERVER_KILLS=100 for as many; each server answers from what those before it left."""
+    """PANDO_SERVER_KILLS=100 for as many; each server answers from what those before it left. Every second one is killed in the middle of a
+    file, the others at any moment."""
+    store, dice = tmp_path / "store", random.Random(0)
+    making = store / "v1" / "making"
     talk = [f"Tell me a story. {LONG}", "Once.", "And then?"]
     cold = LLM(str(gguf), dtype="float32", device="cpu", native=False, prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -108,20 +112,26 @@ def test_a_server_that_was_killed_answers_as_a_cold_one_and_a_restarted_one_from
         return replies
 
     for number in range(SERVER_KILLS):
-        server = start(gguf, "--disk-dir", tmp_path / "store")
+        sticks = not number % 2
+        server = start(gguf, "--disk-dir", store, **({STICKS: str(dice.randrange(60))} if sticks else {}))
         address = server.ready()
         noise = threading.Thread(target=chatter, args=(address, number))
         noise.start()
         told(address)
-        time.sleep(number % 5 * 0.05)  # some of what was said last is being written
+        if sticks:
+            server.until(lambda errors=server.errors: STUCK + "\n" in errors)
+        else:
+            time.sleep(number % 5 * 0.05)  # some of what was said last is being written
         server.process.send_signal(signal.SIGKILL)
         assert server.end() == -signal.SIGKILL
         noise.join()
-    server = start(gguf, "--disk-dir", tmp_path / "store")
+        assert not sticks or len([*making.iterdir()]) == 1, "the kill met no file that was being written"
+    server = start(gguf, "--disk-dir", store)
     told(server.ready())
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
-    server = start(gguf, "--disk-dir", tmp_path / "store")
+    assert [*making.iterdir()] == []
+    server = start(gguf, "--disk-dir", store)
     address = server.ready()
     first, _ = told(address)
     assert first["pando"]["tokens"]["disk"] >= 150 and first["pando"]["reuse"] == "exact"
