@@ -1,6 +1,7 @@
 """Conversations that outgrow the context, over HTTP."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from pando.server.overflow import MAX_SESSIONS, Overflow
 
-from ..tiny import tiny_model
-from .clients import client_of, fetch
+from ..tiny import greedy, tiny_llm, tiny_model
+from .clients import braked, client_of, fetch, wait_for
 from .live import NAME, Live, live
 
 WINDOW = 512
@@ -151,6 +152,34 @@ def test_a_session_says_it_once(client: openai.OpenAI) -> None:
     talk.messages = talk.messages[:-2]
     with pytest.raises(openai.BadRequestError, match="truncation"):
         talk.turn(truncation=None)
+
+
+def test_a_session_that_two_requests_use_at_once_goes_on_for_both(server: Live, client: openai.OpenAI) -> None:
+    """The same conversation in two windows: asked at once, first the same and then other questions, until both are truncated, and on."""
+    talks = [Talk(client, "Gina", session_id="gina", truncation=choice) for choice in ("auto", None)]  # one says it, for both
+    alone = [tiny_llm(max_model_len=WINDOW) for _ in talks]
+    cold = tiny_llm(max_model_len=WINDOW, prefix_caching=False)
+    cut = dict.fromkeys(talks, 0)
+    with ThreadPoolExecutor(len(talks)) as threads:
+        for number in range(9):
+            if number == 2:
+                talks[1].name = "Gina, who would like to know something else, "
+            with braked(server):
+                asked = [threads.submit(talk.turn) for talk in talks]
+                wait_for(lambda: len(server.service._tickets) == len(talks))
+            for talk, llm, reply in zip(talks, alone, [each.result() for each in asked], strict=True):
+                answer, told = reply.choices[0].message.content, reply.pando["truncated"]
+                [same] = llm.chat(talk.messages[:-1], greedy(8), truncation="auto")
+                wanted = None if same.reuse.truncated is None else same.reuse.truncated.dropped
+                assert answer == same.outputs[0].text and (told and told["dropped_tokens"]) == wanted, "as in a session of its own"
+                if told is None:
+                    assert answer == cold.chat(talk.messages[:-1], greedy(8))[0].outputs[0].text and reply.pando["reuse"] != "truncated"
+                cut[talk] += told is not None
+                talk.messages[-1]["content"] = answer
+                miss = reply.pando["miss"]
+                assert miss is None or (miss["reason"] in ("cold", "diverged") and miss["drift"] in (None, "answer_retokenised"))
+    assert min(cut.values()) >= 2, "both were truncated, and went on"
+    assert Talk(client, "Gina", session_id="gina").turn().pando["reuse"] == "exact", "and it may begin anew"
 
 
 def test_the_operator_may_allow_it_for_everyone() -> None:
