@@ -343,8 +343,10 @@ class NativeLowering:
         """As in `Lowering`, but that what it answers is written over by the next call."""
         for part, place in self._dense:
             out, lse = part.read(q, turned, k, v)
+            peaks = self._peaks[place]
+            assert lse.shape == peaks.shape and lse.dtype == peaks.dtype == torch.float32
             self._parts[place] = out
-            torch.mul(lse, LOG2_E, out=self._peaks[place])
+            torch.mul(lse, LOG2_E, out=peaks)  # the C kernel has logarithms to base 2, from here on and nowhere else: it answers none
         turned = turned.contiguous() if self._tiling.turn is None else self._with_moved(q, turned)
         self._library.attend(self._place, turned.data_ptr(), k.data_ptr(), v.data_ptr())
         return self._out

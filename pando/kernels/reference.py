@@ -54,6 +54,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> tupl
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Folds two partial results over disjoint keys into one. -inf on one side is nothing; on both sides it stays -inf."""
+    assert lse.shape == other_lse.shape == out.shape[:-1] and lse.dtype == other_lse.dtype in (torch.float32, torch.float64)
     total = torch.logaddexp(lse, other_lse)
     empty = total.masked_fill(total == -math.inf, 0.0)
     return out * torch.exp(lse - empty)[..., None] + other * torch.exp(other_lse - empty)[..., None], total
@@ -61,6 +62,11 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 def attend(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> Tensor:
     """q [T, H, D], not yet rotated; k, v [S, K, D], the pool of one layer, keys rotated where they were stored; positions [T]."""
+    return look(q, k, v, reads, positions, geometry)[0].to(q.dtype)
+
+
+def look(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read], positions: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The same as a partial result, which other reads can be merged with: (out [T, H, D], lse [T, H]), at least fp32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q, dtype=wide)
     lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
@@ -78,4 +84,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read], positions: Te
             bias = bias + geometry.slopes[:, None] * ahead[:, None]
         part, part_lse = partial(query, k[read.slots], v[read.slots], geometry.scale, bias)
         out[read.queries], lse[read.queries] = merge(out[read.queries], lse[read.queries], part, part_lse)
-    return out.to(q.dtype)
+    return out, lse

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from pando.kernels import reference
 from pando.kernels.launch import ALIGNED
 from pando.kernels.reads import Reads, joined
 from pando.kernels.reference import Geometry
 from pando.kernels.rope import frequencies, rotate, turns
 
 from . import test_attention
-from .test_attention import Case
+from .test_attention import Case, tolerance
 
 pytestmark = pytest.mark.gpu
 
@@ -45,12 +46,28 @@ class OnDevice:
         assert self.lowering._lses.shape == self.lowering._parts.shape[:2]
 
     def attend(self, *tensors: torch.Tensor) -> torch.Tensor:
+        self.asked = tensors
         return self.lowering.attend(*(x.to(DEVICE) for x in tensors)).cpu()
+
+    def check_parts(self, case: Case) -> None:
+        """Of each token that is merged they are an answer and the natural logarithm of its sum, whichever kernel left them."""
+        (q, _, *pool), low = self.asked, self.lowering
+        parts, lses, starts, tokens, counts = (
+            x.cpu() for x in (low._parts, low._lses, *(low._arrays[n] for n in ("starts", "tokens", "counts")))
+        )
+        out, lse = reference.look(q.double(), *pool, case.list, case.positions, case.geometry)
+        for item, token in enumerate(tokens[: counts[2]].tolist()):
+            mine = slice(int(starts[item]), int(starts[item + 1]))
+            whole = torch.logsumexp(lses[mine].double(), 0)  # [H]
+            assert (whole - lse[token]).abs().max() < 2 * tolerance(case.dtype)
+            weights = torch.exp(lses[mine] - whole)[..., None]
+            assert ((weights * parts[mine]).sum(0) - out[token]).abs().max() < tolerance(case.dtype)
 
 
 def check(gpu: ModuleType, case: Case, processors: int | None = None) -> OnDevice:
     path = OnDevice(gpu, case, processors)
     case.check({"triton": path}, case.positions)  # type: ignore[dict-item]
+    path.check_parts(case)
     return path
 
 
