@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pando import Prompt
 from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams
 
-from .tiny import greedy, run, tiny_engine, tiny_model
+from .tiny import greedy, run, tiny_engine, tiny_llm, tiny_model
 
 Answers = dict[tuple[str, int], list[int]]
 
@@ -116,3 +117,34 @@ def test_in_sixteen_bits_reuse_stays_within_the_rounding() -> None:
     for token in cold.logprobs.keys() & warm.logprobs.keys():
         assert warm.logprobs[token].logprob == pytest.approx(cold.logprobs[token].logprob, abs=0.15)
     assert len(cold.logprobs.keys() & warm.logprobs.keys()) >= 4
+
+
+CHAIN = """
+<schema name="chain" layout="fixed" encode="causal">
+  Before everything.
+  <module name="one"> The first of them.<module name="inner"> And what it holds.</module></module>
+  Between them.
+  <module name="two"> The second one.</module>
+</schema>
+"""
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("words", ["", " And now something new."])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+def test_a_prompt_that_is_the_whole_of_a_causal_schema_is_answered_as_its_text(positions: str, words: str) -> None:
+    """Module by module, from the cache or not: all of it was encoded behind just what it stands behind."""
+    model = tiny_model(positions=positions)
+    llm, params = tiny_llm(model), greedy(12, logprobs=5)
+    llm.schemas.add(CHAIN)
+    asked = Prompt(f'<prompt schema="chain"><one><inner/></one><two/>{words}</prompt>')
+    text = "Before everything. The first of them. And what it holds.Between them. The second one." + words
+    [plain] = tiny_llm(model, prefix_caching=False, attention="reference").generate(text, params)
+    for cached in (0, len(text) - 1):
+        [found] = llm.generate(asked, params)
+        assert (found.prompt_token_ids, found.num_cached_tokens, found.reuse.modules) == (plain.prompt_token_ids, cached, 0)
+        assert found.outputs[0].token_ids == plain.outputs[0].token_ids
+        for ours, theirs in zip(found.outputs[0].logprobs, plain.outputs[0].logprobs, strict=True):
+            assert {token: one.logprob for token, one in ours.items()} == pytest.approx(
+                {token: one.logprob for token, one in theirs.items()}, abs=1e-4
+            )
