@@ -199,8 +199,7 @@ def _fetched(reads: Reads, size: Size, geometry: Geometry, processors: int) -> f
     """How long all keys take to come from memory, each once, for each processor; where there are many tiles, that does not matter."""
     if len(reads) * geometry.kv_heads > size.crowd * processors:
         return 0.0
-    pages = np.count_nonzero(np.bincount(reads.pages))
-    return size.overhead + pages * reads.page_size * geometry.kv_heads * size.memory / processors
+    return size.overhead + reads.distinct * reads.page_size * geometry.kv_heads * size.memory / processors
 
 
 def keys_of(geometry: Geometry, dtype: torch.dtype, page_size: int) -> int:

@@ -307,6 +307,13 @@ def test_what_is_merged_anyway_is_cut_sooner() -> None:
     assert tiles(apart=0) > 12
 
 
+@pytest.mark.parametrize("rows", [3, 300])
+def test_pages_that_several_reads_have_are_counted_once(rows: int) -> None:
+    """Of few and of many pages, which are counted in different ways."""
+    reads = joined(64, [(range(90_000 + row, 90_010 + row), 640, 0, [row], [0]) for row in range(rows)])
+    assert reads.distinct == 9 + rows
+
+
 def test_rows_that_share_nothing_are_cut_no_shorter_than_memory_is_fast() -> None:
     from pando.kernels.gpu_tiles import Tiles, sizes
 
