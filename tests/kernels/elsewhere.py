@@ -3,6 +3,7 @@
 Torch and Triton are imported once: whatever is compiled is compiled in a fork of this process.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -86,7 +87,10 @@ def hopper() -> tuple[int, int, bool, bool]:
 def main() -> None:
     from triton.runtime import cache
 
-    from pando.kernels import gluon, gpu_warm  # noqa: F401
+    from pando.kernels import gpu_warm  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # an older Triton, for which `hopper` is not asked for
+        from pando.kernels import gluon  # noqa: F401
 
     cache.triton_key = lambda: ""  # a cache that is empty is asked for nothing that another Triton made: all of Triton need not be read
     for name, arguments in json.load(sys.stdin):

@@ -36,7 +36,8 @@ class Chance:
         if kind == "late":
             began = time.monotonic()
             time.sleep(LATE)
-            self.waited += time.monotonic() - began
+            with self._lock:
+                self.waited += time.monotonic() - began
         return kind
 
     def lost(self) -> Lost:
