@@ -151,8 +151,7 @@ def _heads(arguments: argparse.Namespace, device: torch.device) -> Heads:
         heads = heads._replace(hq=int(written[1]), hkv=int(written[2]))
     if arguments.head_size:
         heads = heads._replace(d=arguments.head_size)
-    taken = str(choose_dtype("auto", device)).removeprefix("torch.")  # by an engine that was not told
-    return heads._replace(dtype=arguments.dtype or taken)
+    return heads._replace(dtype=arguments.dtype or str(choose_dtype("auto", device)).removeprefix("torch."))  # as an engine chooses
 
 
 def _check(arguments: argparse.Namespace) -> None:
