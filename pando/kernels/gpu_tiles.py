@@ -35,6 +35,7 @@ LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of
 UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
 LONG = 640  # keys of such reads, on average, up to which that matters,
 AMONG = 96  # or so many for each that a processor has: few wait for memory, and fetch more at once in whole blocks,
+AMONG_SHORT = 8  # which are shorter for heads of more than 128 (16 bits),
 ROOMY = 2  # up to so many do with the last block ahead of the others (16 bits)
 END, FEW = 64, 4  # where all blocks are full: keys up to which it may, and reads of each processor from which on it does
 LONELY = 32  # small tiles for each processor from which on those of one query and up to END keys need no products
@@ -90,15 +91,16 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     rows = reads.brought * group
     is_large = rows > least.rows
     products = np.multiply(rows, reads.tokens, dtype=np.int64)[is_large]
-    narrow, key_bytes = dtype.itemsize == 2 and geometry.head_dim <= 128, wide(geometry) * dtype.itemsize
+    half, key_bytes = dtype.itemsize == 2, wide(geometry) * dtype.itemsize
+    narrow = half and geometry.head_dim <= 128
     each = (len(reads) - len(products)) * heads / processors
-    small = _exact(geometry, reads, ~is_large, each, ROOMY if narrow else 0) if each and least.rows == SHORT.rows else None
+    small = _exact(geometry, dtype, reads, ~is_large, each) if each and least.rows == SHORT.rows else None
     if small is None:
         small = _crowded(least, key_bytes)
     pays = PAYS * processors / heads
     if narrow and int(np.add.reduce(products)) > pays and _full(rows[is_large], products) > pays:
         return LARGEST, small
-    full = max(least.rows, LARGE_ROWS if dtype.itemsize == 2 else LARGE_ROWS // 2)
+    full = max(least.rows, LARGE_ROWS if half else LARGE_ROWS // 2)
     large = _crowded(LARGE._replace(rows=full, stages=3 if narrow else 2), key_bytes)
     if small.exact:
         return large, small
@@ -106,7 +108,7 @@ def sizes(geometry: Geometry, dtype: torch.dtype, reads: Reads, processors: int)
     quick = _crowded(small._replace(stages=3, warps=2 if narrow and small.rows == LEAST_ROWS else small.warps), key_bytes)
     if not products.any():
         return large, _placed(quick if each <= quick.crowd else small, reads, geometry, dtype, processors)
-    if not narrow:
+    if not half:
         return large, small
     if each > FEWEST:
         most = (BESIDE + min(LASTS, reads.tokens[~is_large].mean())) * processors / heads * 256 / key_bytes
@@ -150,14 +152,14 @@ def _programs(reads: Reads, size: Size, geometry: Geometry, processors: int, pla
     return int(across.dot(-(-tokens // keys))) * heads / processors
 
 
-def _exact(geometry: Geometry, reads: Reads, is_small: NDArray[np.bool_], each: float, roomy: float) -> Size | None:
+def _exact(geometry: Geometry, dtype: torch.dtype, reads: Reads, is_small: NDArray[np.bool_], each: float) -> Size | None:
     """For small reads, so many of them for each processor, of which half of the last block would be for nobody."""
-    tokens, alone = reads.tokens[is_small], geometry.heads == geometry.kv_heads
-    mean = tokens.mean()
+    tokens, alone, half = reads.tokens[is_small], geometry.heads == geometry.kv_heads, dtype.itemsize == 2
+    mean, is_short = tokens.mean(), half and geometry.head_dim > 128
     if reads.unseen > UNSEEN * len(tokens):
-        if each <= roomy or mean > min(LONG, AMONG * each):
+        if each <= (ROOMY if half else 0) or mean > min(LONG, (AMONG_SHORT if is_short else AMONG) * each):
             return None
-    elif mean > END or each <= (LONELY if alone else FEW):
+    elif mean > END or each <= (LONELY if alone or is_short else FEW):
         return None
     lone = alone and each > LONELY and mean <= END and reads.brought[is_small].max() == 1
     return LONE if lone and geometry.heads % LONE.heads == 0 and geometry.slopes is None else SHORT

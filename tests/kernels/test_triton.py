@@ -219,9 +219,9 @@ def test_many_ends_of_one_query_are_read_so_where_heads_have_keys_of_their_own()
 def test_short_ends_are_read_key_by_key_if_there_are_enough_to_wait_for_memory() -> None:
     from pando.kernels.gpu_tiles import sizes
 
-    def is_exact(rows: int, tokens: int, unseen: int = 0, kv_heads: int = 8) -> bool:
+    def is_exact(rows: int, tokens: int, unseen: int = 0, kv_heads: int = 8, size: int = 128) -> bool:
         reads = joined(64, [([row] * (tokens // 64), tokens, 0, [row], [0]) for row in range(rows)], rows * unseen)
-        return sizes(Geometry(32, kv_heads, 128, 1.0), torch.bfloat16, reads, kv_heads // 2)[1].exact
+        return sizes(Geometry(32, kv_heads, size, 1.0), torch.bfloat16, reads, kv_heads // 2)[1].exact
 
     assert is_exact(9, 64)
     assert not is_exact(9, 128), "their last blocks are full"
@@ -231,6 +231,8 @@ def test_short_ends_are_read_key_by_key_if_there_are_enough_to_wait_for_memory()
     assert not is_exact(1, 64, unseen=32), "whole blocks have a place, and the last one comes ahead of them"
     assert not is_exact(2, 64)
     assert not is_exact(9, 64, kv_heads=32) and is_exact(9, 64, unseen=32, kv_heads=32), "one query of each key, and a full block"
+    assert not is_exact(9, 64, size=256) and is_exact(9, 64, unseen=32, size=256), "blocks of fewer keys"
+    assert is_exact(9, 128, unseen=32, size=256) and not is_exact(9, 192, unseen=32, size=256)
 
 
 def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
@@ -250,6 +252,9 @@ def test_a_plan_of_few_tiles_has_one_size_of_them() -> None:
     assert rows_of(40, 2048, 128, 32, 8) == (64, 16)
     assert rows_of(64, 512, 128, 32, 8) == (64, 16) and rows_of(64, 512, 512, 32, 8) == (16, 16), "as much, while small ones take longer"
     assert rows_of(64, 512, 128, 32, 8, size=64) == (16, 16), "half as many bytes"
+    assert rows_of(24, 512, 128, 32, 8, size=256) == (16, 16), "twice as many"
+    assert rows_of(64, 512, 128, 32, 8, size=256) == (64, 16)
+    assert rows_of(64, 8192, 128, size=256) == (64, 64)
     assert rows_of(256, 128, 128, 32, 8) == (64, 16), "as many keys as 64 rows of 512, and four times as many tiles"
 
 
