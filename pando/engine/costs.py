@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ON_GPU = CostModel(300, 30)  # loses the least over 1,038 plans of eight shapes of heads on an H200
+FULL = CostModel(1e9, 0)  # with so many heads for each key head that
+FILLS = 32  # more of them leave no room for other rows in what a processor computes together: sharing was up to 46 % slower there
 LONGEST = 1 << 20  # bytes of a file that is read
 
 
@@ -60,9 +62,11 @@ def _cpu_kind() -> str:
     return f"{platform.machine()} {facts.get('model name') or arm or platform.processor()}".strip()
 
 
-def default_cost(device: "torch.device") -> CostModel:
+def default_cost(device: "torch.device", heads: int, kv_heads: int) -> CostModel:
     """Until something is measured. A GPU reads the same segment for several rows from its cache, so that sharing must save more there."""
-    return ON_GPU if device.type == "cuda" else DEFAULT
+    if device.type != "cuda":
+        return DEFAULT
+    return FULL if heads > FILLS * kv_heads else ON_GPU
 
 
 def cost_of(device_name: str, dtype: str, heads: int, kv_heads: int, head_dim: int, folder: Path) -> CostModel | None:
@@ -113,7 +117,7 @@ def chosen_cost(model: "Model", attention: Attention, folder: Path) -> CostModel
         return ALWAYS if attention == "shared" else NEVER
     heads, kv_heads, size = model.decoder.geometry[:3]
     found = cost_of(device_name(model.device), str(model.dtype).removeprefix("torch."), heads, kv_heads, size, folder)
-    cost = found or default_cost(model.device)
+    cost = found or default_cost(model.device, heads, kv_heads)
     source = "the defaults" if found is None else "measured on this device"
     log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
     return cost

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import geometric_mean
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from pando.bench.attention.levels import ByLevels
 from pando.bench.attention.report import Measured, Skipped, Table, as_json, read_peers, summary
 from pando.bench.attention.scene import Scene
 from pando.bench.attention.suites import SUITES, Heads, beams, single, tree
-from pando.engine.costs import Subject, chosen_cost, cost_of, device_name, keep_cost
+from pando.engine.costs import Subject, chosen_cost, cost_of, default_cost, device_name, keep_cost
 from pando.errors import InvalidOption
 from pando.kv.plan import ALWAYS, NEVER, CostModel
 from pando.model import load
@@ -476,6 +477,15 @@ def test_a_calibration_is_kept_for_engines_on_the_same_device(folder, tmp_path, 
         assert chosen_cost(tiny_model(), "auto", tmp_path / "costs") == CostModel(kept["launch"], kept["merge"])
     assert "measured on this device" in caplog.text
     assert cost_of(kept["device"], "float32", 4, 4, 8, tmp_path / "costs") is None
+
+
+def test_a_gpu_shares_no_read_of_heads_that_fill_its_tiles_alone(tmp_path):
+    tokens, rows, gpu = np.array([8192]), np.array([256]), torch.device("cuda")
+    for heads, kv_heads, shared in ((32, 1, True), (64, 2, True), (48, 1, False), (71, 1, False)):
+        assert default_cost(gpu, heads, kv_heads).pays(tokens, rows, heads // kv_heads) == shared
+        assert default_cost(CPU, heads, kv_heads).pays(tokens, rows, heads // kv_heads)
+    keep_cost(default_cost(gpu, 71, 1), SUBJECT, tmp_path)
+    assert cost_of(*SUBJECT, tmp_path) == default_cost(gpu, 71, 1), "a calibration may end with the default"
 
 
 SUBJECT = Subject("A GPU (rev. 2)", "bfloat16", 32, 8, 128)

@@ -46,7 +46,8 @@ class Bench:
 
     def cost(self, case: Case) -> CostModel:
         """What an engine would choose by."""
-        return cost_of(device_name(self.device), case.dtype, case.hq, case.hkv, case.d, self.costs) or default_cost(self.device)
+        found = cost_of(device_name(self.device), case.dtype, case.hq, case.hkv, case.d, self.costs)
+        return found or default_cost(self.device, case.hq, case.hkv)
 
     def measure(self, case: Case, peer_us: float | None = None) -> Measured | Skipped:
         needed, free = pool_bytes(case, self.page_size), free_memory(self.device)

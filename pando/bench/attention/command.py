@@ -92,7 +92,7 @@ def _calibrate(bench: Bench, heads: Heads) -> int:
         found = calibration.samples(heads, bench.page_size, bench.compare)
     except Unfit as error:
         raise InvalidOption(f"there is nothing to choose here: {error}") from error
-    default = default_cost(bench.device)
+    default = default_cost(bench.device, heads.hq, heads.hkv)
     cost = calibration.fit(found, group, default)
     print(calibration.table(found, group, cost))
     for name, model in (("default", default), ("calibrated", cost)):
