@@ -79,6 +79,27 @@ def unmeasured() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def elsewhere() -> Iterator[None]:
+    """With TESTS_DEVICE=cuda, models are on that device, and most tests expect what they do of a CPU: their pages are smaller than its
+    kernels take, so the definition attends, which is no news; and as little is shared as there."""
+    from pando.engine import batch, costs
+    from pando.kernels.gpu_tiles import LEAST_KEYS
+    from pando.kv.plan import DEFAULT
+
+    from . import tiny
+
+    def quiet(place: torch.device, *how: Any) -> Any:
+        return None if place.type == tiny.DEVICE.type and how[2] < LEAST_KEYS else kernels(place, *how)
+
+    kernels = batch._on_gpu
+    with pytest.MonkeyPatch.context() as patch:
+        if tiny.DEVICE != tiny.CPU:
+            patch.setattr(batch, "_on_gpu", quiet)
+            patch.setattr(costs, "default_cost", lambda *_: DEFAULT)
+        yield
+
+
 @pytest.fixture(params=[False, True], ids=["one by one", "overlapping"])
 def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Steps settled one by one, and each while the next one runs: whoever asks for this must see no difference."""

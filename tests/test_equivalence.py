@@ -12,20 +12,24 @@ from pando import Prompt
 from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams
 
-from .tiny import greedy, run, tiny_engine, tiny_llm, tiny_model
+from .tiny import CPU, DEVICE, greedy, run, tiny_engine, tiny_llm, tiny_model
 
 Answers = dict[tuple[str, int], list[int]]
+PAGE, HEAD = 4, 8  # of tokens, and of numbers; kernels of a GPU take no fewer than:
+GPU_PAGE, GPU_HEAD = 16, 64
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the engine runs on it")]
 
 
-def workload(chance: random.Random) -> list[Request]:
+def workload(chance: random.Random, page: int = PAGE) -> list[Request]:
     """Requests that share beginnings of every length, some forked, some identical."""
-    trunks = [[chance.randrange(256) for _ in range(30)] for _ in range(2)]
+    long, short, most = 30 * page // PAGE, 12 * page // PAGE, 36 * page // PAGE
+    trunks = [[chance.randrange(256) for _ in range(long)] for _ in range(2)]
     requests = []
     for number in range(chance.randint(2, 10)):
-        prompt = chance.choice(trunks)[: chance.randint(0, 30)] + [chance.randrange(256) for _ in range(chance.randint(1, 12))]
+        prompt = chance.choice(trunks)[: chance.randint(0, long)] + [chance.randrange(256) for _ in range(chance.randint(1, short))]
         if requests and chance.random() < 0.2:
             prompt = list(chance.choice(requests).prompt)
-        requests.append(Request(f"r{number}", prompt, greedy(chance.randint(1, 36), n=chance.choice([1, 1, 3]))))
+        requests.append(Request(f"r{number}", prompt, greedy(chance.randint(1, most), n=chance.choice([1, 1, 3]))))
     return requests
 
 
@@ -51,32 +55,43 @@ def played(engine: Engine, requests: list[Request], chance: random.Random, seen:
 
 
 @functools.cache
-def plain(positions: str, seed: int) -> dict[str, list[int]]:
-    """What each request of a workload says by torch's kernels, one step after the other, with nothing shared: whatever else is varied, it
-    is found once. The answers of a greedy fork are alike, so one of them is enough."""
-    model = tiny_model(positions=positions, native=False)
+def plain(positions: str, seed: int, page: int, size: int) -> dict[str, list[int]]:
+    """What each request of a workload says by torch's kernels on a CPU, one step after the other, with nothing shared: whatever else is
+    varied, it is found once. The answers of a greedy fork are alike, so one of them is enough."""
+    model = tiny_model(positions=positions, native=False, size=size, device=CPU)
     engine = tiny_engine(model, prefix_caching=False, attention="reference", overlap=False)
-    said = run(engine, [replace(request, params=replace(request.params, n=1)) for request in workload(random.Random(seed))])
+    said = run(engine, [replace(request, params=replace(request.params, n=1)) for request in workload(random.Random(seed), page)])
     return {name: [event.token for event in events] for (name, _), events in said.items()}
 
 
 @pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize(("positions", "native"), [("rope", False), ("rope", True), ("alibi", False), ("learned", False)])
-def test_reuse_on_and_off_give_the_same_tokens(positions: str, native: bool, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("positions", "kernels"),
+    [
+        *(("rope", "torch"), ("rope", "native"), ("alibi", "torch"), ("learned", "torch")),
+        *(pytest.param(positions, "triton", marks=GPU) for positions in ("rope", "alibi", "learned")),
+    ],
+)
+def test_reuse_on_and_off_give_the_same_tokens(positions: str, kernels: str, request: pytest.FixtureRequest) -> None:
     """The answers of torch's kernels with nothing shared are expected of the compiled ones, too."""
-    model = tiny_model(positions=positions, native=native)
-    assert native == (model.library is not None)
-    if native:
+    page, size = (GPU_PAGE, GPU_HEAD) if kernels == "triton" else (PAGE, HEAD)
+    device = {"torch": DEVICE, "native": CPU, "triton": torch.device("cuda")}[kernels]
+    model = tiny_model(positions=positions, native=kernels == "native", size=size, device=device)
+    if kernels == "native":
+        assert model.library is not None
         request.getfixturevalue("all_threads")
     seen: Counter[str] = Counter()
+    reading = {"attention": "shared" if kernels == "triton" else "auto"}  # so little is hardly worth it there
     for seed in range(5):
         chance = random.Random(seed)
-        requests = workload(chance)
-        engine = tiny_engine(model, kv_cache_tokens=chance.choice([80, 80, 120, 2000]), max_num_batched_tokens=chance.choice([7, 33, 64]))
-        expected = plain(positions, seed)
+        requests = workload(chance, page)
+        tokens, budget = (chance.choice(counts) * page // PAGE for counts in ([80, 80, 120, 2000], [7, 33, 64]))
+        engine = tiny_engine(model, page_size=page, kv_cache_tokens=tokens, max_num_batched_tokens=budget, **reading)
+        assert kernels != "triton" or engine.batcher.lower is not None, "the definition answers, and not the kernels"
+        expected = plain(positions, seed, page, size)
         for _ in range(2):  # the second time over what the first left behind
-            for (name, index), tokens in played(engine, requests, chance, seen).items():
-                assert tokens == expected[name][: len(tokens)], f"seed {seed}, {name}, answer {index}"
+            for (name, index), answer in played(engine, requests, chance, seen).items():
+                assert answer == expected[name][: len(answer)], f"seed {seed}, {name}, answer {index}"
                 seen["forked"] += index > 0
         seen["cached"] += engine.tree.pages
         seen["preempted"] += engine.stats().preemptions

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Vocabulary
@@ -31,9 +32,13 @@ from pando.model.weights import LayerWeights, Norm, Weights
 END = 256
 VOCAB = 257
 CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("TESTS_DEVICE", "cpu"))  # of models whose tests do not say where they are
+CPU_ALONE = pytest.mark.skipif(DEVICE != CPU, reason="tells what only a CPU does")
 DEFAULTS: dict[str, object] = {
     "page_size": 4, "kv_cache_tokens": 4096, "max_num_batched_tokens": 64, "max_num_seqs": 16, "host_gib": 0, "disk_gib": 0,
 }  # fmt: skip
+if DEVICE != CPU:  # a test that wants these there says so: with them, more is computed at other times
+    DEFAULTS |= {"overlap": False, "cuda_graphs": False}
 
 
 def compile_folder() -> Path:
@@ -73,7 +78,7 @@ def tiny_model(
     layers: int = 2,
     scaling: dict[str, float | str] | None = None,
     size: int = 8,
-    device: torch.device = CPU,
+    device: torch.device = DEVICE,
 ) -> Model:
     """The same numbers on every device. `size`: of a head."""
     config = ModelConfig(

@@ -17,7 +17,7 @@ from pando.kernels.rope import frequencies, rotate, turns
 from pando.kv.plan import ALWAYS, NEVER, CostModel, RowView, plan
 from pando.kv.segment import Placement, Segment
 
-from ..tiny import greedy, native_library, run, tiny_engine, tiny_model
+from ..tiny import CPU_ALONE, greedy, native_library, run, tiny_engine, tiny_model
 
 PAGE = 4
 LENGTHS = [0, 1, PAGE - 1, PAGE, PAGE, PAGE + 1, 2 * PAGE, 10 * PAGE]  # of a segment
@@ -188,6 +188,7 @@ class Refused(Exception):
     __module__ = "triton.runtime.errors"
 
 
+@CPU_ALONE
 def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     asked = [Request(str(i), [(7 * i + j) % 256 for j in range(20 + 9 * i)], greedy(12)) for i in range(4)]
     expected = run(tiny_engine(), asked)
@@ -218,6 +219,7 @@ def test_a_gpu_is_not_given_pages_that_its_kernels_cannot_take(caplog: pytest.Lo
     assert "multiple of 16 tokens, not 12" in caplog.text
 
 
+@CPU_ALONE
 def test_an_engine_does_whole_layers_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last, of which only some tokens are wanted."""
     model, done = tiny_model(layers=4), list[bool]()

@@ -20,7 +20,7 @@ from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampli
 from pando.model.decoder import Decoder, Step
 from pando.model.load import Model
 
-from ..tiny import END, VOCAB, drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import DEVICE, END, VOCAB, drain, greedy, run, tiny_engine, tiny_model
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -48,7 +48,9 @@ class Watched:
 def watched(model: Model | None = None, **options: Any) -> tuple[Engine, Watched]:
     model = model or tiny_model()
     decoder = Watched(model.decoder)
-    return tiny_engine(replace(model, decoder=decoder), **options), decoder  # type: ignore[arg-type]
+    engine = tiny_engine(replace(model, decoder=decoder), **options)  # type: ignore[arg-type]
+    decoder.tokens = 0  # a GPU computes the largest step before it serves
+    return engine, decoder
 
 
 def tokens(events: list[TokenEvent]) -> list[int]:
@@ -548,7 +550,7 @@ def test_who_may_choose_nothing_ends_with_an_error_and_takes_nothing_from_the_ca
     run(engine, [Request("kept", list(range(60)), greedy(4))])
     before = engine.tree.pages
     forward = engine.model.decoder.forward
-    never = torch.zeros(VOCAB).index_fill(0, torch.tensor([7]), -torch.inf)
+    never = torch.zeros(VOCAB).index_fill(0, torch.tensor([7]), -torch.inf).to(DEVICE)
     monkeypatch.setattr(engine.model.decoder, "forward", lambda step, pool: forward(step, pool) + never)  # the one that is not blocked
     nothing = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, stop_token_ids=[token for token in range(VOCAB) if token != 7])
     assert run(engine, [Request("r", [5, 6, 7], nothing)])["r", 0][-1].finish_reason == "error"

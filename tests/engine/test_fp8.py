@@ -18,7 +18,7 @@ from pando.kernels import fp8
 from pando.model.load import Model
 from pando.store.speeds import Speeds
 
-from ..tiny import greedy, run, tiny_config, tiny_engine, tiny_llm, tiny_model
+from ..tiny import CPU_ALONE, greedy, run, tiny_config, tiny_engine, tiny_llm, tiny_model
 from .test_repair import FOREIGN, RUNS, WORDS, plain
 from .test_repair import ask as repaired
 from .test_store import ENOUGH, ask, engine_of, evict, tokens_of, words
@@ -162,6 +162,7 @@ def test_a_prompt_over_a_pool_in_8_bits_is_repaired() -> None:
     assert found[-1].reuse.repaired == FOREIGN and len(plain(model)) == len(found)
 
 
+@CPU_ALONE
 def test_a_cpu_says_once_that_it_reads_8_bits_slowly(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         tokens_of(tiny_engine(model, kv_dtype="fp8"), words(7, 9))

@@ -24,7 +24,7 @@ from pando.store.movers import Copy
 from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader
 
-from ..tiny import Interrupt, drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import CPU_ALONE, Interrupt, drain, greedy, run, tiny_engine, tiny_model
 from .test_store import ENOUGH, LITTLE, Faulty, FaultyReader, engine_of, evict, settled, whole, words
 
 LAYERS = 4
@@ -123,6 +123,7 @@ def test_a_module_that_comes_up_is_looked_for_once(model: Model, tmp_path: Path,
     whole(engine)
 
 
+@CPU_ALONE
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_device_is_asked_for_its_first_copies_before_a_plan_is_made_if_they_come_soon(
     model: Model, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ from pando.errors import (
 from pando.kernels.reference import Read, attend
 from pando.model.decoder import Step
 
-from ..tiny import END, VOCAB, greedy, tiny_llm, tiny_model, write_checkpoint
+from ..tiny import DEVICE, END, VOCAB, greedy, tiny_llm, tiny_model, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -50,18 +50,19 @@ def ids(llm: LLM, text: str = HELLO) -> list[int]:
 def direct(tokens: list[int]) -> torch.Tensor:
     """The logits of every position [T, V], from the decoder and the definition of attention, without an engine."""
     decoder = tiny_model().decoder
-    count, geometry = len(tokens), decoder.geometry
-    shape = (count, geometry.kv_heads, geometry.head_dim)
-    layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in decoder.layers]
-    at = torch.arange(count)
-    reads = [Read(at, 0, at, torch.zeros_like(at))]
+    with DEVICE:
+        count, geometry = len(tokens), decoder.geometry
+        shape = (count, geometry.kv_heads, geometry.head_dim)
+        layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in decoder.layers]
+        at = torch.arange(count)
+        reads = [Read(at, 0, at, torch.zeros_like(at))]
 
-    class Pool:
-        def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return layers[index]
+        class Pool:
+            def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+                return layers[index]
 
-    step = Step(torch.tensor(tokens), at, at, at, lambda q, turned, k, v: attend(q, k, v, reads, at, geometry))
-    return decoder.forward(step, Pool())
+        step = Step(torch.tensor(tokens), at, at, at, lambda q, turned, k, v: attend(q, k, v, reads, at, geometry))
+        return decoder.forward(step, Pool()).cpu()
 
 
 def at_rest(llm: LLM) -> bool:

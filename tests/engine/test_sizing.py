@@ -18,7 +18,7 @@ from pando.engine.sizing import check_step, page_count, rows_of
 from pando.errors import InvalidOption
 from pando.model.load import Model
 
-from ..tiny import VOCAB, greedy, run, tiny_config, tiny_engine, tiny_model
+from ..tiny import DEVICE, VOCAB, greedy, run, tiny_config, tiny_engine, tiny_model
 
 PAGE = 2 * 2 * 4 * 2 * 8 * 4  # bytes: K and V, 2 layers, 4 tokens, 2 heads of 8, float32
 
@@ -97,7 +97,7 @@ def test_a_step_whose_tokens_cannot_be_chosen_beside_the_cache_is_said_at_the_st
 
     def counted(step: Any, pool: Any) -> Tensor:
         steps[0] += 1
-        return torch.rand(len(step.wanted), VOCAB)
+        return torch.rand(len(step.wanted), VOCAB, device=DEVICE)
 
     monkeypatch.setattr(sampler, "SHORTLIST", 16)
     monkeypatch.setattr(sampler, "shortlist", sorting)

@@ -97,9 +97,7 @@ def by_hand(model: Model, history: list[int], new: list[int], start: int, stop: 
     known, total = len(history), len(history) + len(new)
     pages = Pages(-(-total // PAGE), PAGE)
     facts = model.config
-    pool = PagePool(
-        pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=torch.device("cpu")
-    )
+    pool = PagePool(pages, layers=facts.layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, dtype=model.dtype, device=model.device)
 
     def forward(tokens: list[int], first: int, slots: Tensor, given: list[tuple[int, int, int, int]]) -> Tensor:
         positions = first + torch.arange(len(tokens))
@@ -133,7 +131,8 @@ def check(truth: Model, model: Model, attention: str, span: Span) -> None:
     history, new = words(1, 100), words(2, 9)
     events(made, ask("plain", history, 1))
     found = events(made, ask("cut", history + new, 1, None, drop=[span]))[0]
-    wanted = by_hand(truth, history, new, *span).float()
+    with truth.device:
+        wanted = by_hand(truth, history, new, *span).float()
     torch.testing.assert_close(made.logits, wanted, rtol=1e-4, atol=1e-4)
     told = found.reuse.truncated
     assert told is not None and told.ranges == (span,) and told.recomputed is None
