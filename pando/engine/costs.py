@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ON_GPU = CostModel(300, 30)  # loses the least over 1,038 plans of eight shapes of heads on an H200
-FULL = CostModel(1e9, 0)  # with so many heads for each key head that
-FILLS = 32  # more of them leave no room for other rows in what a processor computes together: sharing was up to 46 % slower there
+FILLS = 32  # heads of a key head: more of them leave too little room for other rows in a tile, and sharing was up to 46 % slower there
+APART = CostModel(1e9, 0)  # shares nothing, in numbers that a calibration can keep
 LONGEST = 1 << 20  # bytes of a file that is read
 
 
@@ -66,7 +66,7 @@ def default_cost(device: "torch.device", heads: int, kv_heads: int) -> CostModel
     """Until something is measured. A GPU reads the same segment for several rows from its cache, so that sharing must save more there."""
     if device.type != "cuda":
         return DEFAULT
-    return FULL if heads > FILLS * kv_heads else ON_GPU
+    return APART if heads > FILLS * kv_heads else ON_GPU
 
 
 def cost_of(device_name: str, dtype: str, heads: int, kv_heads: int, head_dim: int, folder: Path) -> CostModel | None:
