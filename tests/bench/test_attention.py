@@ -427,6 +427,12 @@ def test_a_calibration_finds_the_model_behind_the_times(cost, group):
         assert model.launch + model.merge * group * rows == pytest.approx(expected, rel=0.35, abs=40)
 
 
+def test_a_calibration_counts_many_rows_as_a_plan_does():
+    group, found = 8, synthetic(CostModel(2000, 128), 8)  # many rows cost more there than any pair of values says
+    pairs = [CostModel(launch, merge) for launch in (0, 2000, 25_000, 50_000, 110_000) for merge in (0.0, 4.0, 11.0, 16.0, 32.0, 128.0)]
+    assert lost(found, group, fit(found, group)) <= min(lost(found, group, pair) for pair in pairs) + calibrate.NOISE
+
+
 def test_the_default_stays_where_nothing_better_is_found():
     assert fit(synthetic(CostModel(), 3), 3) == CostModel()
     assert fit(synthetic(CostModel(40, 2.2), 3), 3) == CostModel()

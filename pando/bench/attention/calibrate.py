@@ -66,18 +66,19 @@ def fit(found: Sequence[Sample], group: int, default: CostModel = DEFAULT) -> Co
     rows, tokens, shared, flat = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
     best = np.minimum(shared, flat)
     if_shared, if_flat = shared / best - 1, flat / best - 1
-    options = [(*_launch(tokens * (rows - 1) - merge * group * rows, if_shared, if_flat), merge) for merge in MERGES]
-    least = min(loss for loss, _, _ in options)
-    good = [(launch, merge) for loss, launch, merge in options if loss <= least + 1e-9]
-    if lost(found, group, default) <= least / len(found) + NOISE:
+    options = [(_launch(tokens * (rows - 1) - merge * group * rows, if_shared, if_flat), merge) for merge in MERGES]
+    losses = [lost(found, group, CostModel(*option)) for option in options]  # as a plan chooses: there each of many rows counts for less
+    least = min(losses)
+    good = [option for loss, option in zip(losses, options, strict=True) if loss <= least + 1e-12]
+    if lost(found, group, default) <= least + NOISE:
         return default
     launch, merge = good[len(good) // 2]
     return CostModel(launch, merge)
 
 
-def _launch(gain: Numbers, if_shared: Numbers, if_flat: Numbers) -> tuple[float, float]:
-    """(What is lost, launch) of the best launch: a sample is shared if its gain is above it. Between two gains all launches are alike; the
-    widest such gap of the best ones is taken, and the middle of it."""
+def _launch(gain: Numbers, if_shared: Numbers, if_flat: Numbers) -> float:
+    """The best launch: a sample is shared if its gain is above it. Between two gains all launches are alike; the widest such gap of the
+    best ones is taken, and the middle of it."""
     order = np.argsort(gain)
     gain = gain[order]
     loss = np.concatenate(([0.0], np.cumsum(if_flat[order]))) + np.concatenate((np.cumsum(if_shared[order][::-1])[::-1], [0.0]))
@@ -87,7 +88,7 @@ def _launch(gain: Numbers, if_shared: Numbers, if_flat: Numbers) -> tuple[float,
     good = width > 0
     best = good & (loss <= loss[good].min() + 1e-9)
     chosen = int(np.argmax(np.where(best, width, -1.0)))
-    return float(loss[chosen]), float(np.sqrt((low[chosen] + 1) * (high[chosen] + 1)) - 1)
+    return float(np.sqrt((low[chosen] + 1) * (high[chosen] + 1)) - 1)
 
 
 def table(found: Sequence[Sample], group: int, cost: CostModel) -> str:
