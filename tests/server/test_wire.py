@@ -122,7 +122,9 @@ def test_a_template_gets_strings_and_no_developer() -> None:
         ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
         ("[" * 100_000, "[" * 100_000),
         ("1" * 5000, "1" * 5000),
-        ("", ""),
+        ("{}", {}),
+        ("", {}),  # what some clients write where there are none
+        (" \n", {}),
     ],
 )
 def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_are_one(arguments: str, seen: object) -> None:
