@@ -241,6 +241,12 @@ def test_what_asks_for_nothing_is_not_refused(field: str) -> None:
     assert text(response_format={"type": "text"}) == text()
 
 
+@pytest.mark.parametrize("off", [{}, {"logprobs": False}, {"logprobs": None}])
+def test_no_likeliest_tokens_beside_no_logprobs_are_not_refused(off: dict[str, Any]) -> None:
+    assert chat(top_logprobs=0, **off).sampling().logprobs is None
+    assert "only allowed when logprobs is true" in refusal(wire.ChatBody, {"messages": [USER], "top_logprobs": 1, **off})
+
+
 def test_what_other_servers_do_with_a_prompt_or_an_answer_is_refused_with_what_to_do_instead() -> None:
     for body in (wire.ChatBody, wire.CompletionBody):
         assert "echo, logprobs and max_tokens 0" in refusal(body, {"prompt_logprobs": 0})
