@@ -149,6 +149,11 @@ class Tokenizer:
         """The model's own chat template; it may have another one for conversations with tools."""
         return _choose(self._template, "tool_use" if tools else "default")
 
+    def special(self, name: str) -> int | None:
+        """The special token of this name, if there is one."""
+        token = self._id(name)
+        return token if token in self._special else None
+
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self._library.token_to_id(text)
 
