@@ -113,7 +113,7 @@ class Service:
         self.page_size, self.max_rows = engine.pages.page_size, engine.scheduler.max_rows
         self.spell = lambda token: tokenizer.token_bytes(token, skip_special=False)
         self.vocab_size = engine.model.config.vocab_size
-        self.eos = frozenset(tokenizer.eos)
+        self.eos, self.special = frozenset(tokenizer.eos), tokenizer.specials
         self.history = History(tokenizer.decode)
         grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
         self.workers.submit(grammars.json_object)  # its first use is slow

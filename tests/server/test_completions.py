@@ -96,6 +96,22 @@ def test_logprobs_have_the_same_place_in_a_stream(client: openai.OpenAI, options
     assert [token for one in streamed for token in one.tokens] == whole.tokens
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_text_leaves_out_take_no_place_in_it(client: openai.OpenAI, stream: bool, skipped: bool) -> None:
+    either = {"logit_bias": {"64": 100, str(END): 100}, "temperature": 50, "seed": 1, "max_tokens": 12, "logprobs": 0}
+    asked = {**either, "stream": stream, "extra_body": {"ignore_eos": True, "skip_special_tokens": skipped, "top_k": 2}}
+    for echo in ("", "<end>echo"):
+        reply = go_on(client, echo or "Either", echo=bool(echo), **asked)
+        choices = [event.choices[0] for event in reply] if stream else [reply.choices[0]]
+        told = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        tokens = [token for one in told for token in one.tokens][-12:]
+        said = ["" if skipped and token == "<end>" else token for token in tokens]
+        assert set(tokens) == {"a", "<end>"} and "".join(choice.text for choice in choices) == echo + "".join(said)
+        places = [len(echo) + len("".join(said[:place])) for place in range(12)]
+        assert [place for one in told for place in one.text_offset][-12:] == places
+
+
 def test_an_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     choice = go_on(client, "scored prompt", echo=True, logprobs=1, max_tokens=2).choices[0]
     assert "".join(choice.logprobs.tokens[:13]) == "scored prompt" and len(choice.logprobs.tokens) == 15
