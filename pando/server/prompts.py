@@ -168,7 +168,7 @@ class Prompts:
 
     def tokenize(self, body: TokenizeBody, owner: bytes) -> list[int]:
         if body.prompt is not None:
-            return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
+            return self._tokenizer.encode(body.prompt) if body.add_special_tokens else self._tokenizer.encode_template(body.prompt)
         messages = conversation(body.messages or ())
         if (pml := self._pml(body, messages, owner)) is not None:
             _check_no_template(body.tools, body.chat_template_kwargs)

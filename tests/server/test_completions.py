@@ -145,6 +145,9 @@ def test_what_begins_a_sequence_takes_no_place_in_the_text_of_an_echo() -> None:
         streamed = [chunk.choices[0].logprobs for chunk in go_on(client, "scored", stream=True, **asked)]
         assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
         spelt = go_on(client, tokenizer.encode("scored"), **asked).choices[0]
+        for added in (True, False):
+            made = fetch(server, "/tokenize", {"prompt": "scored", "add_special_tokens": added}).json()
+            assert made["tokens"] == [END] * added + tokens_of("scored")
         assert spelt.text == "<end>scoredaa" and spelt.logprobs.text_offset == [0, *range(5, 13)]
 
 
@@ -215,6 +218,12 @@ def test_tokens_become_the_same_text_again(server: Live, text: str) -> None:
     made = fetch(server, "/tokenize", {"model": NAME, "prompt": text}).json()
     assert made == {"tokens": tokens_of(text), "count": len(tokens_of(text)), "max_model_len": 512}
     assert fetch(server, "/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": text}
+
+
+def test_special_tokens_that_a_prompt_names_are_those_though_none_is_added_before_it(server: Live) -> None:
+    """As in what a chat template has written, which begins as the model wants it."""
+    made = fetch(server, "/tokenize", {"prompt": "a<end>b", "add_special_tokens": False}).json()
+    assert made["tokens"] == [*tokens_of("a"), END, *tokens_of("b")]
 
 
 def test_a_conversation_is_tokenised_as_it_is_answered(server: Live, client: openai.OpenAI) -> None:
