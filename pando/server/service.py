@@ -365,6 +365,6 @@ def _check_template(tokenizer: Tokenizer, template: str, path: str | None) -> No
 
 def _read(path: str, option: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # the mark that some editors begin a file with is no part of a prompt
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"{option}: {path} cannot be read ({error}); give a text file in UTF-8") from error

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -230,6 +231,17 @@ def test_a_conversation_is_tokenised_as_it_is_answered(server: Live, client: ope
     made = fetch(server, "/tokenize", {"messages": said("Count me")}).json()
     reply = client.chat.completions.create(model=NAME, messages=said("Count me"), max_tokens=1, extra_body={"return_token_ids": True})
     assert reply.prompt_token_ids == made["tokens"]
+
+
+def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_any_prompt(tmp_path: Path) -> None:
+    template, shared = tmp_path / "template.jinja", tmp_path / "shared.txt"
+    template.write_text("{{ messages[0].content }}>", encoding="utf-8-sig")
+    shared.write_text("Everybody may know this.", encoding="utf-8-sig")
+    with live(chat_template=str(template), share_prefix=(str(shared),)) as server:
+        asked = {"messages": said("Everybody may know this."), "max_tokens": 1, "return_token_ids": True}
+        reply = fetch(server, "/v1/chat/completions", asked).json()
+        assert reply["prompt_token_ids"] == tokens_of("Everybody may know this.>")
+        assert reply["pando"]["tokens"]["device"] == len(tokens_of("Everybody may know this."))
 
 
 def test_what_is_no_token_is_refused(server: Live) -> None:
