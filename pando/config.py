@@ -295,7 +295,7 @@ def _values(
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InvalidOption(f"{file}: cannot be read ({error.strerror}); give --config a TOML file") from error
     except ValueError as error:  # malformed TOML and malformed UTF-8 alike

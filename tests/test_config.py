@@ -29,6 +29,12 @@ def test_several_values_come_as_an_array_with_commas_or_one_by_one(tmp_path):
     assert load_server({"share_prefix": ["a,b.txt"]}, {}, file)[1].share_prefix == ("a,b.txt",)
 
 
+def test_a_file_may_begin_with_the_mark_that_some_editors_write(tmp_path):
+    file = tmp_path / "pando.toml"
+    file.write_text("max_num_seqs = 2\n", encoding="utf-8-sig")
+    assert load({}, {}, file) == EngineConfig(max_num_seqs=2)
+
+
 def test_a_misspelt_variable_is_named_with_the_one_that_was_meant():
     right = {f"PANDO_{option.name.upper()}": "1" for option in (*options(), *options(ServerConfig))}
     others = {"PANDO_HOME": "/x", "PANDO_BENCH_DATA": "/y", "PATH": "/bin", "OTHER_MAX_SEQS": "1"}

@@ -23,6 +23,7 @@ class Answer:
         self._eos = frozenset(() if row.params.ignore_eos else eos)
         self._ends = self._eos.union(row.params.stop_token_ids or ())
         self._stops = row.params.stops
+        self._hidden = self._stops_left_out()
         self._least = row.params.min_tokens
         self._held = ""
         self._reuse: Reuse | None = None
@@ -30,6 +31,12 @@ class Answer:
     def prepare(self) -> None:
         """What need not wait for the first token, nor it for that."""
         _ = self._detokenizer, self._modules
+
+    def _stops_left_out(self) -> dict[int, str]:
+        """Stops that are the names of special tokens: of those that are left out of the text, it does not tell that they came."""
+        stops = self._stops if self.row.params.skip_special_tokens else ()
+        found = {self._tokenizer.special(stop): stop for stop in stops}
+        return {token: stop for token, stop in found.items() if token is not None}
 
     @cached_property
     def _detokenizer(self) -> Detokenizer:
@@ -64,6 +71,10 @@ class Answer:
             keep = row.params.include_stop_str_in_output and token not in self._eos
             text = self._held + (self._detokenizer.add(token) if keep else "") + self._detokenizer.finish()
             return self._event(chosen, text, finish, None if token in self._eos else token)
+        if token in self._hidden and not early:
+            stop = self._hidden[token]
+            shown = stop if row.params.include_stop_str_in_output else ""
+            return self._event(chosen, self._held + self._detokenizer.finish() + shown, finish, stop)
         text = self._held + self._detokenizer.add(token)
         if self._stops and not early and (found := _first(text, self._stops)) is not None:
             place, stop = found

@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiles grammars for one model, each once. Safe to use from several threads."""
+    """Compiles grammars for one model, each once for each tenant, whose salt is given: were one found that another has compiled, the time
+    that it did not take would tell who asked for what. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -44,53 +45,54 @@ class Grammars:
         self._ends = _bits(self._eos, vocab_size)
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled = Latest[str, "LLMatcher"](MAX_COMPILED)
+        self._compiled = Latest[tuple[bytes, str], "LLMatcher"](MAX_COMPILED)
 
-    def json_object(self) -> Callable[[], Constraint]:
-        return self.json_schema({"type": "object"})
+    def json_object(self, salt: bytes = b"") -> Callable[[], Constraint]:
+        return self.json_schema({"type": "object"}, salt)
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Callable[[], Constraint]:
+    def json_schema(self, schema: Mapping[str, Any], salt: bytes = b"") -> Callable[[], Constraint]:
         text = schema_text(schema)
         try:
             grammar = _library().grammar_from_json_schema(text)
         except ValueError as error:
             raise _refusal("JSON schema", str(error)) from error
-        return self._maker("JSON schema", grammar)
+        return self._maker("JSON schema", grammar, salt)
 
-    def lark(self, text: str) -> Callable[[], Constraint]:
+    def lark(self, text: str, salt: bytes = b"") -> Callable[[], Constraint]:
         _check_text("Lark grammar", text)
-        return self._maker("Lark grammar", _library().grammar_from_lark(text))
+        return self._maker("Lark grammar", _library().grammar_from_lark(text), salt)
 
-    def regex(self, text: str) -> Callable[[], Constraint]:
+    def regex(self, text: str, salt: bytes = b"") -> Callable[[], Constraint]:
         _check_text("regex", text)
         check_regex(text)
-        return self._maker("regex", _library().grammar_from_regex(text))
+        return self._maker("regex", _library().grammar_from_regex(text), salt)
 
-    def of(self, wanted: StructuredOutputsParams) -> Callable[[], Constraint]:
+    def of(self, wanted: StructuredOutputsParams, salt: bytes = b"") -> Callable[[], Constraint]:
         if wanted.json is not None:
-            return self.json_schema(_schema(wanted.json))
+            return self.json_schema(_schema(wanted.json), salt)
         if wanted.regex is not None:
-            return self.regex(wanted.regex)
+            return self.regex(wanted.regex, salt)
         if wanted.choice is not None:
-            return self.lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)))  # rules may not be so many
-        return self.json_object() if wanted.grammar is None else self.lark(wanted.grammar)
+            return self.lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)), salt)  # rules may not be so many
+        return self.json_object(salt) if wanted.grammar is None else self.lark(wanted.grammar, salt)
 
-    def _maker(self, kind: str, grammar: str) -> Callable[[], Constraint]:
-        compiled = self._find(kind, grammar)
+    def _maker(self, kind: str, grammar: str, salt: bytes) -> Callable[[], Constraint]:
+        compiled = self._find(kind, grammar, salt)
         return lambda: _Followed(compiled.deep_copy(), self._ends)
 
-    def _find(self, kind: str, grammar: str) -> "LLMatcher":
+    def _find(self, kind: str, grammar: str, salt: bytes) -> "LLMatcher":
+        name = salt, grammar
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
+            if name in self._compiled:
+                self._compiled.move_to_end(name)
+                return self._compiled[name]
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos)
         compiled = _library()(self._vocabulary, grammar, log_level=0, limits=_limits())
         if fault := compiled.get_error() or _early_fault(compiled.deep_copy()):
             raise _refusal(kind, fault)
         with self._lock:
-            self._compiled[grammar] = compiled
+            self._compiled[name] = compiled
         return compiled
 
 

@@ -15,6 +15,7 @@ from ..errors import Closed, InvalidOption, known_only
 from ..markup.program import Prompt as Written
 from ..markup.schema import Schema
 from ..model.load import Model, load
+from ..model.memory import allowed_cores
 from .conversation import Messages, Rendering, Tools, conversations
 from .engine import Engine
 from .given import AnyPrompt, Given, Params, Structures, Truncating, each, each_structure, how, plain, several, written
@@ -108,6 +109,8 @@ class LLM:
     def _start(self, config: EngineConfig, model: Model | None) -> None:
         if config.threads is not None:
             _use_threads(config.threads)
+        elif (cores := allowed_cores()) < torch.get_num_threads():
+            torch.set_num_threads(max(1, int(cores)))
         self.config = config
         self.engine = Engine(model or loaded(config), config)
         measure_before_choosing(self.engine)

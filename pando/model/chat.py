@@ -98,7 +98,10 @@ def _readable_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parsed(arguments: str) -> object:
-    """The object a template wants, or the text where it is none: an answer that broke off is still history."""
+    """The object a template wants, or the text where it is none: an answer that broke off is still history. Some clients write nothing for
+    a call without arguments: as a text, it would teach the model to call so, and many templates refuse it."""
+    if not arguments.strip():
+        return {}
     try:
         value = json.loads(arguments, parse_constant=no_number)
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised

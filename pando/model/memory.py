@@ -1,6 +1,7 @@
-"""How much memory there is: the machine's, or what a container may have of it."""
+"""How much memory and how many cores there are: the machine's, or what a container may have of them."""
 
 import gc
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ ROOT = Path("/")
 
 # A control group's limit, its use, and what of its use are files that can be read again, by the version of the groups.
 FILES = {
-    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "active_file"),
-    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+    2: ("memory.max", "memory.current", "inactive_file", "active_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
 
 
@@ -38,20 +39,43 @@ def _free(root: Path) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def allowed_cores(root: Path = ROOT) -> float:
+    """Cores that this process may keep busy; inf if nobody limits that. A container with such a limit still sees all cores of the
+    machine."""
+    return min([math.inf, *(cores for version, place in _groups(root, "cpu") for cores in _quota(version, place))])
+
+
 def _allowed(root: Path) -> Iterator[int]:
-    """What is left of each limit that holds for this process: its group's, and those of the groups around it. Within a container its own
-    group is the outermost one that is seen, whatever it is called outside."""
+    """What is left of each limit that holds for this process."""
+    for version, place in _groups(root, "memory"):
+        yield from _left(place, *FILES[version])
+
+
+def _groups(root: Path, kind: str) -> Iterator[tuple[int, Path]]:
+    """This process's control group, and the groups around it, each with its version. Within a container its own group is the outermost one
+    that is seen, whatever it is called outside."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         number, kinds, name = line.split(":", 2)
-        if number == "0" or "memory" in kinds.split(","):
-            folder, *files = FILES[2 if number == "0" else 1]
+        if number == "0" or kind in kinds.split(","):
+            version, folder = (2, root / "sys/fs/cgroup") if number == "0" else (1, root / "sys/fs/cgroup" / kind)
             group = Path(name.lstrip("/"))
             for place in (group, *group.parents):
-                yield from _left(root / folder / place, *files)
+                yield version, folder / place
+
+
+def _quota(version: int, group: Path) -> Iterator[float]:
+    """Microseconds of all cores together, in so many that pass."""
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    try:
+        quota, period = map(int, " ".join((group / name).read_text() for name in names).split())  # "max" is no number, and no limit
+    except (OSError, ValueError):
+        return
+    if quota > 0 < period:
+        yield quota / period
 
 
 def _left(group: Path, limit: str, use: str, *reclaimed: str) -> Iterator[int]:

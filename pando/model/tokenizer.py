@@ -32,7 +32,7 @@ class Tokenizer:
             raise BadModelFile(f"tokenizer.json cannot be read: {error}; fetch the model again") from error
         self._text = text
         added: dict[int, Any] = self._library.get_added_tokens_decoder()
-        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self.specials = frozenset(token for token, entry in added.items() if entry.special)
         self._spelling, self.strips_first_space = _spelling(json.loads(text).get("decoder"))
         space = _SPACE if self._spelling == "spaces" else " "
         self._added: dict[int, bytes] = {token: entry.content.replace(space, " ").encode() for token, entry in added.items()}
@@ -115,7 +115,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int, *, skip_special: bool) -> bytes:
         """The bytes a token stands for. A token beyond the vocabulary, which a padded output layer can name, stands for none."""
-        if token in self._special and skip_special:
+        if token in self.specials and skip_special:
             return b""
         if token in self._added:
             return self._added[token]
@@ -148,6 +148,11 @@ class Tokenizer:
     def template(self, *, tools: bool = False) -> str | None:
         """The model's own chat template; it may have another one for conversations with tools."""
         return _choose(self._template, "tool_use" if tools else "default")
+
+    def special(self, name: str) -> int | None:
+        """The special token of this name, if there is one."""
+        token = self._id(name)
+        return token if token in self.specials else None
 
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self._library.token_to_id(text)

@@ -36,9 +36,9 @@ from .ticket import Arrival
 class _Answer:
     """One answer so far."""
 
-    def __init__(self, asked: Asked, ends: Container[int]) -> None:
-        """`ends`: the tokens by which the model itself ends an answer."""
-        self._ends, self._one_call = ends, asked.one_call
+    def __init__(self, asked: Asked, ends: Container[int], hidden: Container[int] = ()) -> None:
+        """`ends`: the tokens by which the model itself ends an answer; `hidden`: those that the text leaves out."""
+        self._ends, self._hidden, self._one_call = ends, hidden, asked.one_call
         self.stream = Stream(asked.form) if asked.form is not None else None
         self._texts: list[str] = []
         self.tokens: list[int] = []
@@ -65,7 +65,7 @@ class _Answer:
         if event.logprobs is None:
             return piece, []
         is_end = event.finish_reason == "stop" and event.stop_reason is None and event.token in self._ends
-        new = [Scored.chosen(event.token, event.logprobs)] if not is_end else []
+        new = [Scored.chosen(event.token, event.logprobs, is_shown=event.token not in self._hidden)] if not is_end else []
         self.scored += new
         return piece, new
 
@@ -82,7 +82,7 @@ class _Answer:
     def place(self, scored: Sequence[Scored], spell: Spell) -> int:
         """How many characters stand before the next of these tokens: not those passed on so far, of which some may be held back."""
         start = self.lead + self._placed
-        self._placed += sum(len(self._read.decode(spell(one.token))) for one in scored)
+        self._placed += sum(len(self._read.decode(one.text(spell))) for one in scored)
         return start
 
     def finish(self, reason: str) -> ChatFinish:
@@ -225,13 +225,15 @@ class TextAnswers(Chunks):
         spell: Spell,
         ends: Container[int],
         *,
+        special: Container[int],
         echoes: Sequence[str],
         tells_tokens: bool,
     ) -> None:
-        """`echoes`: a prompt's text for each, or none."""
+        """`special`: tokens that a text has only if that is asked for; `echoes`: a prompt's text for each, or none."""
         self.account = account
         self._asked, self._envelope, self._spell, self._echoes, self._tells_tokens = asked, envelope, spell, echoes, tells_tokens
-        self.answers = [_Answer(asked, ends) for _ in range(asked.params.n * len(asked.prompts))]
+        hidden = special if asked.params.skip_special_tokens else ()
+        self.answers = [_Answer(asked, ends, hidden) for _ in range(asked.params.n * len(asked.prompts))]
         self._reasons: list[TextFinish] = ["stop"] * len(self.answers)
 
     @cached_property

@@ -181,7 +181,9 @@ class _Routes:
             top = body.top_logprobs or 0
             answers = ChatAnswers(asked, envelope, account, service.spell, service.eos, top=top, tells_tokens=body.return_token_ids)
         else:
-            answers = TextAnswers(asked, envelope, account, service.spell, service.eos, echoes=echoes, tells_tokens=body.return_token_ids)
+            spell, ends, special = service.spell, service.eos, service.special
+            tells = body.return_token_ids
+            answers = TextAnswers(asked, envelope, account, spell, ends, special=special, echoes=echoes, tells_tokens=tells)
         exchange = Exchange(
             service,
             ticket,

@@ -42,10 +42,15 @@ class Scored:
     token: int
     logprob: float | None
     alternatives: Mapping[int, Logprob]  # the token itself among them
+    is_shown: bool = True  # special tokens may be left out of the text
 
     @classmethod
-    def chosen(cls, token: int, logprobs: Mapping[int, Logprob]) -> "Scored":
-        return cls(token, logprobs[token].logprob, logprobs)
+    def chosen(cls, token: int, logprobs: Mapping[int, Logprob], *, is_shown: bool = True) -> "Scored":
+        return cls(token, logprobs[token].logprob, logprobs, is_shown)
+
+    def text(self, spell: Spell) -> bytes:
+        """What the text has of it."""
+        return spell(self.token) if self.is_shown else b""
 
 
 def chat_logprobs(scored: Sequence[Scored], top: int, spell: Spell) -> ChatLogprobs:
@@ -69,7 +74,7 @@ def text_logprobs(scored: Sequence[Scored], spell: Spell, start: int) -> TextLog
         likeliest = _likeliest(one.alternatives, len(one.alternatives))
         said["top_logprobs"].append({_readable(spell(token)): _finite(found.logprob) for token, found in likeliest} or None)
         said["text_offset"].append(max(0, written))
-        written += len(read.decode(spelt))
+        written += len(read.decode(one.text(spell)))
     return said
 
 

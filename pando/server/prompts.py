@@ -83,13 +83,14 @@ class Prompts:
         if (pml := self._pml(body, messages, tenant.owner)) is not None:
             return self._modular(body, pml, tenant, params)
         wanted = body.definitions() if body.tool_choice != "none" else None
-        form, constraint = None, self._format(body)
+        form, constraint = None, self._format(body, tenant)
         if wanted:
             form = self._form()
             functions, special = tools.functions(wanted), form.special_words(self._tokenizer)
             if body.tool_choice == "required" or isinstance(body.tool_choice, ChosenTool):
                 only = body.tool_choice.function.name if isinstance(body.tool_choice, ChosenTool) else None
-                constraint = self._grammars.lark(form.grammar(functions, only, parallel=body.parallel_tool_calls, special=special))
+                grammar = form.grammar(functions, only, parallel=body.parallel_tool_calls, special=special)
+                constraint = self._grammars.lark(grammar, tenant.salt)
                 params = replace(params, stop=None)  # there is no text that it could end
             if special:
                 params = replace(params, skip_special_tokens=False)
@@ -120,7 +121,7 @@ class Prompts:
     def _modular(self, body: ChatBody, pml: str, tenant: Tenant, params: SamplingParams) -> Asked:
         """A prompt in PML as the one message."""
         _check_no_template(body.tools if body.tool_choice != "none" else None, body.chat_template_kwargs)
-        return Asked([self._bound(body, pml, tenant)], params, self._format(body))
+        return Asked([self._bound(body, pml, tenant)], params, self._format(body, tenant))
 
     def completion(self, body: CompletionBody, tenant: Tenant, session: str | None) -> Asked:
         if body.prompt_format == "pml":
@@ -131,7 +132,7 @@ class Prompts:
             truncates = self._overflow.allows(body.truncation, tenant.salt, session)
             prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
         score, silent = body.echo and body.logprobs is not None, body.max_tokens == 0
-        return Asked(prompts, body.sampling(), self._structure(body), score=score, silent=silent)
+        return Asked(prompts, body.sampling(), self._structure(body, tenant), score=score, silent=silent)
 
     def _bound(self, body: Generation, pml: str, tenant: Tenant, name: str = "prompt") -> Prompt:
         if body.ttl is not None:
@@ -167,7 +168,7 @@ class Prompts:
 
     def tokenize(self, body: TokenizeBody, owner: bytes) -> list[int]:
         if body.prompt is not None:
-            return self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
+            return self._tokenizer.encode(body.prompt) if body.add_special_tokens else self._tokenizer.encode_template(body.prompt)
         messages = conversation(body.messages or ())
         if (pml := self._pml(body, messages, owner)) is not None:
             _check_no_template(body.tools, body.chat_template_kwargs)
@@ -219,16 +220,16 @@ class Prompts:
         how = Truncation() if truncates else None
         return Prompt(tuple(tokens), prompt if isinstance(prompt, str) else None, self._public.length(tokens), truncation=how)
 
-    def _structure(self, body: Generation) -> Callable[[], Constraint] | None:
-        return self._grammars.of(body.structured_outputs.params()) if body.structured_outputs is not None else None
+    def _structure(self, body: Generation, tenant: Tenant) -> Callable[[], Constraint] | None:
+        return self._grammars.of(body.structured_outputs.params(), tenant.salt) if body.structured_outputs is not None else None
 
-    def _format(self, body: ChatBody) -> Callable[[], Constraint] | None:
+    def _format(self, body: ChatBody, tenant: Tenant) -> Callable[[], Constraint] | None:
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
-            return self._structure(body)
+            return self._structure(body, tenant)
         if wanted.type == "json_schema" and wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
-            return self._grammars.json_schema(wanted.json_schema.schema_)
-        return self._grammars.json_object()
+            return self._grammars.json_schema(wanted.json_schema.schema_, tenant.salt)
+        return self._grammars.json_object(tenant.salt)
 
     def _form(self) -> tools.Form:
         form = tools.form_of(self._template or self._tokenizer.template(tools=True) or "")

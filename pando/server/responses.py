@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Container, Sequence
 from typing import Any, Literal, NotRequired
 
-from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from ..engine.request import Call, TokenEvent
@@ -15,7 +14,7 @@ from .failures import FailureBody
 from .limits import Plain
 from .logprobs import Scored, Spell, TokenLogprob, chat_logprobs
 from .prompts import Asked
-from .replies import CompletionDetails, Envelope, PandoReport, PromptDetails, Usage
+from .replies import CompletionDetails, Envelope, PandoReport, PromptDetails, Usage, in_line
 from .responses_wire import FlatChoice, FlatTool, ResponsesBody, SchemaFormat
 from .ticket import Arrival
 
@@ -138,11 +137,11 @@ class _Text:
         self.scored: list[Scored] = []  # tokens whose logprobs are not told yet
         self.logprobs: list[TokenLogprob] = []
         kind = "response.output_text.delta"
-        self._before = f"event: {kind}\ndata: ".encode() + to_json({"type": kind, **self.place, "logprobs": []})[:-1] + b',"delta":'
+        self._before = f"event: {kind}\ndata: ".encode() + in_line({"type": kind, **self.place, "logprobs": []})[:-1] + b',"delta":'
 
     def delta(self, text: str, number: int) -> bytes:
         """The event of most tokens, of which all but the text and the number is written once."""
-        return b'%b%b,"sequence_number":%d}\n\n' % (self._before, to_json(text), number)
+        return b'%b%b,"sequence_number":%d}\n\n' % (self._before, in_line(text), number)
 
     def message(self, status: ItemStatus, content: list[OutputText]) -> OutputMessage:
         return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
@@ -250,7 +249,7 @@ class ResponseAnswers(TurnAnswers):
 
     def _tell(self, kind: str, **told: Any) -> None:
         if self._body.stream:
-            body = to_json({"type": f"response.{kind}", "sequence_number": self._number, **told})
+            body = in_line({"type": f"response.{kind}", "sequence_number": self._number, **told})
             self._sent.append(f"event: response.{kind}\ndata: ".encode() + body + b"\n\n")
             self._number += 1
 

@@ -113,7 +113,7 @@ class Service:
         self.page_size, self.max_rows = engine.pages.page_size, engine.scheduler.max_rows
         self.spell = lambda token: tokenizer.token_bytes(token, skip_special=False)
         self.vocab_size = engine.model.config.vocab_size
-        self.eos = frozenset(tokenizer.eos)
+        self.eos, self.special = frozenset(tokenizer.eos), tokenizer.specials
         self.history = History(tokenizer.decode)
         grammars = Grammars(tokenizer, self.vocab_size, tokenizer.eos)
         self.workers.submit(grammars.json_object)  # its first use is slow
@@ -365,6 +365,6 @@ def _check_template(tokenizer: Tokenizer, template: str, path: str | None) -> No
 
 def _read(path: str, option: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # the mark that some editors begin a file with is no part of a prompt
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"{option}: {path} cannot be read ({error}); give a text file in UTF-8") from error

@@ -215,7 +215,7 @@ class ChatBody(Generation):
 
     @model_validator(mode="after")
     def _agrees(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise ValueError("top_logprobs: only allowed when logprobs is true")
         known = [tool.function.name for tool in self.tools or ()]
         if self.tool_choice == "required" and not known:

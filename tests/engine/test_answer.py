@@ -132,6 +132,21 @@ def test_a_stop_token_ends_an_answer_and_says_which() -> None:
     assert text(told(answer(stop_token_ids=[stop], include_stop_str_in_output=True), "ab!c")) == "ab!"
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+@pytest.mark.parametrize(("included", "said"), [(False, "ab"), (True, "ab<end>")])
+def test_a_stop_that_names_a_special_token_ends_an_answer_there_though_it_is_not_shown(skipped: bool, included: bool, said: str) -> None:
+    how = {"skip_special_tokens": skipped, "include_stop_str_in_output": included}
+    events = told(answer(stop=["bc", "<end>"], ignore_eos=True, **how), "ab", END, *TOKENIZER.encode("c"))
+    assert (text(events), events[-1].finish_reason, events[-1].stop_reason) == (said, "stop", "<end>")
+    late = told(answer(stop="<end>", ignore_eos=True, min_tokens=3, **how), "a", END, *TOKENIZER.encode("b"), END)
+    assert text(late) == ("ab" if skipped else "a<end>b") + "<end>" * included and late[-1].stop_reason == "<end>"
+
+
+def test_a_stop_that_is_the_models_own_end_ends_an_answer_as_that() -> None:
+    events = told(answer(stop="<end>"), "ab", END)
+    assert (text(events), events[-1].finish_reason, events[-1].stop_reason) == ("ab", "stop", None)
+
+
 def test_before_min_tokens_nothing_stops_an_answer() -> None:
     [stop] = TOKENIZER.encode("!")
     events = told(answer(stop=["b"], stop_token_ids=[stop], min_tokens=5), "ab!cdeb")

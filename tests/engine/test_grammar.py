@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
 from pando.engine.grammar import MAX_COMPILED, MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, Grammars
-from pando.engine.request import Constraint
+from pando.engine.request import Constraint, StructuredOutputsParams
 from pando.errors import InvalidSampling, PandoError, UnsupportedModel
 from pando.model.tokenizer import Tokenizer
 from tests.tiny import END, VOCAB, tiny_tokenizer
@@ -289,8 +289,15 @@ def test_a_grammar_is_compiled_once_and_the_least_used_is_forgotten(grammars: Gr
         grammars.json_schema({"const": i})
     grammars.json_schema({"const": 0})
     grammars.json_schema({"const": "new"})
-    kept = [json.loads(text)["grammars"][0]["json_schema"]["const"] for text in grammars._compiled]
+    kept = [json.loads(text)["grammars"][0]["json_schema"]["const"] for _, text in grammars._compiled]
     assert len(kept) == MAX_COMPILED and 0 in kept and "new" in kept and 1 not in kept
+
+
+def test_what_one_tenant_had_compiled_saves_no_other_the_time() -> None:
+    grammars, asked = Grammars(tiny_tokenizer(), VOCAB, [END]), StructuredOutputsParams(choice=["a secret", "another"])
+    for salt in (b"one", b"two", b"one", b"two", b""):
+        assert wander(grammars.of(asked, salt), 0) in ("a secret", "another")
+    assert [salt for salt, _ in grammars._compiled] == [b"one", b"two", b""]
 
 
 def test_several_threads_may_ask_at_once(grammars: Grammars) -> None:

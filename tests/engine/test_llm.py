@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from pando.config import EngineConfig, options
+from pando.engine import llm as llm_module
 from pando.engine.llm import LLM
 from pando.engine.request import Request, SamplingParams
 from pando.errors import (
@@ -461,6 +462,21 @@ def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]
 
 
 # ---- threads, and what cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("cores", "wanted", "used"), [(4.0, None, [4]), (2.9, None, [2]), (0.5, None, [1]), (8.0, None, []), (1.0, 2, [2])]
+)
+def test_no_more_threads_than_a_container_may_keep_busy_unless_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, cores: float, wanted: int | None, used: list[int]
+) -> None:
+    """With more, those that are stopped when its time is over are waited for by the others, who use up the next one's."""
+    told = list[int]()
+    monkeypatch.setattr(llm_module, "allowed_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    tiny_llm(threads=wanted)
+    assert told == used
 
 
 def test_several_threads_may_ask_at_the_same_time() -> None:

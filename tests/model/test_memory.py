@@ -1,13 +1,14 @@
-"""How much memory may be taken."""
+"""How much memory may be taken, and how many cores."""
 
 import gc
+import math
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from pando.model.memory import free_memory
+from pando.model.memory import allowed_cores, free_memory
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -63,6 +64,25 @@ def test_a_limit_that_is_used_up_leaves_nothing(tmp_path: Path) -> None:
 
 def test_this_machine_has_some() -> None:
     assert free_memory(CPU) > 0
+    assert allowed_cores() > 0
+
+
+def test_a_container_may_keep_as_many_cores_busy_as_its_limit_and_those_around_it_say(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/pods/mine\n", "sys/fs/cgroup/pods/mine/cpu.max": "400000 100000\n"}
+    assert allowed_cores(written(tmp_path, files)) == 4
+    assert allowed_cores(written(tmp_path, {"sys/fs/cgroup/pods/cpu.max": "150000 100000\n"})) == 1.5
+    assert allowed_cores(written(tmp_path, {"sys/fs/cgroup/pods/cpu.max": "max 100000\n"})) == 4
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", math.inf), ("what", math.inf)])
+def test_so_do_control_groups_of_the_first_version(tmp_path: Path, quota: str, cores: float) -> None:
+    files = {"proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/\n0::/\n"}
+    files |= {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": f"{quota}\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}
+    assert allowed_cores(written(tmp_path, files)) == cores
+
+
+def test_who_is_not_limited_has_no_limit(tmp_path: Path) -> None:
+    assert allowed_cores(written(tmp_path, {})) == math.inf
 
 
 def test_a_gpu_has_what_an_engine_held_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

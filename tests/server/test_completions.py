@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -96,6 +97,22 @@ def test_logprobs_have_the_same_place_in_a_stream(client: openai.OpenAI, options
     assert [token for one in streamed for token in one.tokens] == whole.tokens
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_text_leaves_out_take_no_place_in_it(client: openai.OpenAI, stream: bool, skipped: bool) -> None:
+    either = {"logit_bias": {"64": 100, str(END): 100}, "temperature": 50, "seed": 1, "max_tokens": 12, "logprobs": 0}
+    asked = {**either, "stream": stream, "extra_body": {"ignore_eos": True, "skip_special_tokens": skipped, "top_k": 2}}
+    for echo in ("", "<end>echo"):
+        reply = go_on(client, echo or "Either", echo=bool(echo), **asked)
+        choices = [event.choices[0] for event in reply] if stream else [reply.choices[0]]
+        told = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        tokens = [token for one in told for token in one.tokens][-12:]
+        said = ["" if skipped and token == "<end>" else token for token in tokens]
+        assert set(tokens) == {"a", "<end>"} and "".join(choice.text for choice in choices) == echo + "".join(said)
+        places = [len(echo) + len("".join(said[:place])) for place in range(12)]
+        assert [place for one in told for place in one.text_offset][-12:] == places
+
+
 def test_an_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     choice = go_on(client, "scored prompt", echo=True, logprobs=1, max_tokens=2).choices[0]
     assert "".join(choice.logprobs.tokens[:13]) == "scored prompt" and len(choice.logprobs.tokens) == 15
@@ -129,6 +146,9 @@ def test_what_begins_a_sequence_takes_no_place_in_the_text_of_an_echo() -> None:
         streamed = [chunk.choices[0].logprobs for chunk in go_on(client, "scored", stream=True, **asked)]
         assert [offset for one in streamed for offset in one.text_offset] == choice.logprobs.text_offset
         spelt = go_on(client, tokenizer.encode("scored"), **asked).choices[0]
+        for added in (True, False):
+            made = fetch(server, "/tokenize", {"prompt": "scored", "add_special_tokens": added}).json()
+            assert made["tokens"] == [END] * added + tokens_of("scored")
         assert spelt.text == "<end>scoredaa" and spelt.logprobs.text_offset == [0, *range(5, 13)]
 
 
@@ -201,10 +221,27 @@ def test_tokens_become_the_same_text_again(server: Live, text: str) -> None:
     assert fetch(server, "/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": text}
 
 
+def test_special_tokens_that_a_prompt_names_are_those_though_none_is_added_before_it(server: Live) -> None:
+    """As in what a chat template has written, which begins as the model wants it."""
+    made = fetch(server, "/tokenize", {"prompt": "a<end>b", "add_special_tokens": False}).json()
+    assert made["tokens"] == [*tokens_of("a"), END, *tokens_of("b")]
+
+
 def test_a_conversation_is_tokenised_as_it_is_answered(server: Live, client: openai.OpenAI) -> None:
     made = fetch(server, "/tokenize", {"messages": said("Count me")}).json()
     reply = client.chat.completions.create(model=NAME, messages=said("Count me"), max_tokens=1, extra_body={"return_token_ids": True})
     assert reply.prompt_token_ids == made["tokens"]
+
+
+def test_the_mark_that_some_editors_begin_a_file_with_is_no_part_of_any_prompt(tmp_path: Path) -> None:
+    template, shared = tmp_path / "template.jinja", tmp_path / "shared.txt"
+    template.write_text("{{ messages[0].content }}>", encoding="utf-8-sig")
+    shared.write_text("Everybody may know this.", encoding="utf-8-sig")
+    with live(chat_template=str(template), share_prefix=(str(shared),)) as server:
+        asked = {"messages": said("Everybody may know this."), "max_tokens": 1, "return_token_ids": True}
+        reply = fetch(server, "/v1/chat/completions", asked).json()
+        assert reply["prompt_token_ids"] == tokens_of("Everybody may know this.>")
+        assert reply["pando"]["tokens"]["device"] == len(tokens_of("Everybody may know this."))
 
 
 def test_what_is_no_token_is_refused(server: Live) -> None:

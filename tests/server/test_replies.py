@@ -166,7 +166,15 @@ def test_an_event_is_one_line_whatever_the_text() -> None:
     assert json.loads(written[6:])["choices"][0]["text"] == "a\n\ndata: [DONE]\r\n\u2028é"
 
 
-@pytest.mark.parametrize("text", ["plain", '"quoted"\\', "line\nand \u2028", "\U0001f333", replies.MARK, ""])
+@pytest.mark.parametrize("code", [0x0A, 0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029])
+def test_an_event_is_one_line_also_for_whoever_splits_a_stream_as_python_splits_text(code: int) -> None:
+    text = f"é\\{chr(code)}ÂÅ\u2027\u202a"  # some of whose bytes are those of such characters
+    written = replies.event(ENVELOPE.text([replies.text_choice(0, text)]))
+    line, end = written.decode().splitlines()
+    assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == text and not end
+
+
+@pytest.mark.parametrize("text", ["plain", '"quoted"\\', "line\nand \u2028 and \x85", "\U0001f333", replies.MARK, ""])
 @pytest.mark.parametrize("tells_usage", [False, True])
 def test_an_event_put_together_around_its_text_is_the_one_that_is_written_at_once(text: str, tells_usage: bool) -> None:
     envelope = replies.Envelope(f"id {replies.MARK}", 1, f'a model named "{replies.MARK}"', tells_usage)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -13,7 +14,7 @@ from pando.server import limits, wire
 
 from ..engine.test_grammar import allows, comes_to_an_end
 from ..tiny import END, VOCAB, tiny_tokenizer
-from .clients import WEATHER, ask, each_client_of, fetch, live_with_tools
+from .clients import WAIT, WEATHER, ask, each_client_of, fetch, live_with_tools, said
 from .live import NAME, Live
 from .test_wire import refusal
 
@@ -66,6 +67,24 @@ def test_an_answer_follows_what_is_asked_for_whole_and_streamed(client: openai.O
     assert re.fullmatch(follows, text.text) and text.finish_reason == "stop"
     events = client.completions.create(model=NAME, prompt="Answer", **options(wanted), stream=True)
     assert "".join(event.choices[0].text for event in events) == text.text
+
+
+LINES = "a\x85b\u2028c\u2029d"
+SAYING_LINES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": said("Lines"), "structured_outputs": {"choice": [LINES]}},
+    "completions": {"prompt": "Lines", "structured_outputs": {"choice": [LINES]}, "max_tokens": 60},
+    "responses": {"input": "Lines", "text": {"format": {"type": "json_schema", "name": "exactly", "schema": {"const": LINES}}}},
+}
+
+
+@pytest.mark.parametrize("route", SAYING_LINES)
+def test_each_event_is_one_line_for_clients_that_split_a_stream_as_python_splits_text(server: Live, route: str) -> None:
+    body = {**SAYING_LINES[route], "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/{route}", json=body, timeout=WAIT) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert all(line.startswith(("data: ", "event: ")) for line in lines)
+    told = json.dumps([json.loads(line[6:]) for line in lines if line.startswith("data: {")], ensure_ascii=False)
+    assert set(LINES) <= set(told)
 
 
 def test_each_of_several_answers_to_several_prompts_follows_it(client: openai.OpenAI) -> None:

@@ -87,6 +87,25 @@ def test_nor_is_a_response_and_a_chat_of_the_same_tenant_finds_it(one: openai.Op
     assert found == again > 0
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "a secret"}}}},
+    "object": {"response_format": {"type": "json_object"}},
+    "choice": {"extra_body": {"structured_outputs": {"choice": ["a secret"]}}},
+}
+
+
+@pytest.mark.parametrize("wanted", ASKED)
+def test_a_grammar_is_compiled_for_each_tenant_since_time_would_tell_that_another_asked_for_it(
+    server: Live, one: openai.OpenAI, two: openai.OpenAI, wanted: str
+) -> None:
+    compiled, counts = server.service.prompts._grammars._compiled, list[int]()
+    before = set(compiled)
+    for client in (one, two, one, two):
+        ask(client, "In what form?", **ASKED[wanted])
+        counts.append(len({name for name in compiled if name not in before and name[0]}))
+    assert counts == [1, 2, 2, 2]
+
+
 def test_what_is_public_is_shared_and_nothing_behind_it(one: openai.OpenAI, two: openai.OpenAI) -> None:
     prompt = PUBLIC + " But not how it goes on."
     assert cached(one, prompt)[0] == SHARED

@@ -122,7 +122,9 @@ def test_a_template_gets_strings_and_no_developer() -> None:
         ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
         ("[" * 100_000, "[" * 100_000),
         ("1" * 5000, "1" * 5000),
-        ("", ""),
+        ("{}", {}),
+        ("", {}),  # what some clients write where there are none
+        (" \n", {}),
     ],
 )
 def test_a_template_gets_the_arguments_of_a_call_as_an_object_where_they_are_one(arguments: str, seen: object) -> None:
@@ -237,6 +239,12 @@ def test_what_asks_for_nothing_is_not_refused(field: str) -> None:
     for nothing in (None, False, "", []):
         assert text(**{field: nothing}) == text()
     assert text(response_format={"type": "text"}) == text()
+
+
+@pytest.mark.parametrize("off", [{}, {"logprobs": False}, {"logprobs": None}])
+def test_no_likeliest_tokens_beside_no_logprobs_are_not_refused(off: dict[str, Any]) -> None:
+    assert chat(top_logprobs=0, **off).sampling().logprobs is None
+    assert "only allowed when logprobs is true" in refusal(wire.ChatBody, {"messages": [USER], "top_logprobs": 1, **off})
 
 
 def test_what_other_servers_do_with_a_prompt_or_an_answer_is_refused_with_what_to_do_instead() -> None:
