@@ -548,6 +548,9 @@ def test_an_option_that_there_is_not_is_refused_with_the_name_that_it_has_here(o
         ({"temprature": 0}, "did you mean temperature?"),
         ({"beams": 4}, "known are n, temperature, "),
         ({"structured_outputs": None}, "give them to generate, chat or the stream"),
+        ({"guided_decoding": None}, "give StructuredOutputsParams to generate, chat or the stream"),
+        ({"prompt_logprobs": 1}, "llm.score(prompt) gives the logprobs of a prompt"),
+        ({"best_of": 4}, "ask for several answers with n"),
     ],
 )
 def test_a_sampling_param_that_there_is_not_is_refused_with_what_was_meant(param: dict[str, Any], told: str) -> None:
