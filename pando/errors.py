@@ -20,7 +20,8 @@
 Each message says what is wrong, how much, and what to do about it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from typing import TypeVar
@@ -132,3 +133,14 @@ class QuotaExceeded(InputError):
 
 class FetchFailed(PandoError):
     pass
+
+
+@contextmanager
+def one_of_several(name: str, place: int, count: int) -> Iterator[None]:
+    """Of several prompts, an error says which it is about: whoever sends a thousand could only guess."""
+    try:
+        yield
+    except (PromptTooLong, InvalidPrompt, MarkupError, PoolTooSmall) as error:
+        if count > 1:
+            error.args = (f"{name}[{place}]: {error}",)
+        raise

@@ -33,7 +33,8 @@ async def _get(http: httpx.AsyncClient, url: str, path: str) -> Any:
     except httpx.RequestError as error:
         raise InvalidOption(unreachable(url, str(error) or type(error).__name__)) from error
     if response.status_code in (401, 403):
-        raise InvalidOption(f"{url} answers {response.status_code}: it wants another key; give one with --api-key")
+        wanted = "another key" if "authorization" in http.headers else "a key"
+        raise InvalidOption(f"{url} answers {response.status_code}: it wants {wanted}; give one with --api-key")
     try:
         return response.json() if response.status_code == 200 else None
     except ValueError:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..errors import InvalidOption, InvalidPrompt, InvalidSampling
+from ..errors import InvalidOption, InvalidPrompt, InvalidSampling, one_of_several
 from ..kv.run import Run
 from ..markup.program import Prompt as Written
 from .request import Constraint, SamplingParams, Span, StructuredOutputsParams, Truncation
@@ -15,6 +15,9 @@ AnyPrompt = str | Sequence[int] | Mapping[str, Any] | Prompt | Written
 Params = SamplingParams | Sequence[SamplingParams] | None
 Structures = StructuredOutputsParams | Sequence[StructuredOutputsParams | None] | None
 Truncating = Literal["auto", "disabled"] | Truncation  # auto: the oldest part of a prompt that does not fit is dropped
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Given(NamedTuple):
@@ -38,6 +41,14 @@ def several(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     ):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def each_prompt(prompts: Sequence[S], work: Callable[[S], T]) -> list[T]:
+    done = []
+    for place, prompt in enumerate(prompts):
+        with one_of_several("prompts", place, len(prompts)):
+            done.append(work(prompt))
+    return done
 
 
 def written(prompt: AnyPrompt) -> str | None:

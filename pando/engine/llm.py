@@ -18,7 +18,7 @@ from ..model.load import Model, load
 from ..model.memory import allowed_cores
 from .conversation import Messages, Rendering, Tools, conversations
 from .engine import Engine
-from .given import AnyPrompt, Given, Params, Structures, Truncating, each, each_structure, how, plain, several, written
+from .given import AnyPrompt, Given, Params, Structures, Truncating, each, each_prompt, each_structure, how, plain, several, written
 from .grammar import Grammars
 from .lock import Lock
 from .outputs import append, begun
@@ -151,8 +151,7 @@ class LLM:
         leave out. `structured_outputs`: what the answers must follow."""
         asked, cut = several(prompts), how(truncation)
         texts = [written(prompt) for prompt in asked]
-        given = [self._encode(prompt)._replace(truncation=cut, drop=drop) for prompt in asked]
-        given = self._constrained(given, structured_outputs)
+        given = self._constrained([one._replace(truncation=cut, drop=drop) for one in each_prompt(asked, self._encode)], structured_outputs)
         return self._finish(given, texts, sampling_params, use_tqdm)
 
     def chat(
@@ -171,7 +170,7 @@ class LLM:
         text, as the model wrote them, and in its `tool_calls`."""
         rendering, asked = Rendering(self.tokenizer, tools, chat_template, chat_template_kwargs), conversations(messages)
         params = [rendering.params(one) for one in each(sampling_params, len(asked))]
-        texts = [rendering.text(conversation) for conversation in asked]
+        texts = each_prompt(asked, rendering.text)
         window = self.engine.truncations.window
         parts = zip(asked, texts, params, strict=True)
         given = [rendering.given(conversation, text, one.max_tokens, truncation, window) for conversation, text, one in parts]
@@ -255,11 +254,14 @@ class LLM:
 
     def _open(self, requests: Sequence[Request]) -> Inbox:
         inbox = Inbox()
+
+        def add(request: Request) -> None:
+            self.engine.add(request)
+            self._inboxes[request.request_id] = inbox
+
         with self._lock:
             self._check_open()
-            for request in requests:
-                self.engine.add(request)
-                self._inboxes[request.request_id] = inbox
+            each_prompt(requests, add)
         return inbox
 
     def _fill(self, inbox: Inbox) -> None:

@@ -24,6 +24,12 @@ RENAMED = {  # as other engines call them
     **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "n_predict"), "max_tokens"),
     **{"min_new_tokens": "min_tokens", "repeat_penalty": "repetition_penalty", "do_sample": "temperature"},
 }
+ELSEWHERE = {  # params of other engines, and what to do here
+    "guided_decoding": "give StructuredOutputsParams to generate, chat or the stream, beside these",
+    "prompt_logprobs": "llm.score(prompt) gives the logprobs of a prompt",
+    "best_of": "ask for several answers with n, and choose among them",
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), "bias single tokens with logit_bias"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def _check_names(given: Iterable[str]) -> None:
             raise InvalidSampling("structured_outputs are no sampling params; give them to generate, chat or the stream, beside these")
         if name not in known:
             meant = RENAMED.get(name) or nearest(name, known)
-            told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+            told = ELSEWHERE.get(name) or (f"did you mean {meant}?" if meant else f"known are {', '.join(known)}")
             raise InvalidSampling(f"unknown sampling param {name!r}; {told}")
 
 

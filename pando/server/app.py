@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter
@@ -328,6 +329,8 @@ def _printable(session: str | None) -> str | None:
     """A header may hold anything; what could not stand in a body is not taken from there either."""
     if session is None or not session:
         return None
+    with suppress(UnicodeError):  # clients write UTF-8; as the protocol has it, it was read as Latin-1
+        session = session.encode("latin-1").decode()
     if len(session) > 256 or not session.isprintable():
         raise HTTPException(400, "the header x-session-id must have at most 256 characters, all of them printable")
     return session

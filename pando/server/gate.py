@@ -66,6 +66,8 @@ class Gate:
         length, kind = headers.get("content-length", "0"), headers.get("content-type")
         if length.isdecimal() and int(length) > self._max_body:
             return 413, self._too_large()
+        if scope["method"] == "POST" and (packing := headers.get("content-encoding", "")).lower() not in ("", "identity"):
+            return 400, f"the body is sent with Content-Encoding {packing[:80]!r}; send it as it is"
         is_page = "origin" in headers
         if scope["method"] == "POST" and (kind is not None or is_page):
             return _unread(kind or "", scope["path"], is_page)

@@ -9,7 +9,7 @@ from ..engine import tools
 from ..engine.grammar import Grammars
 from ..engine.request import Constraint, SamplingParams, Tenant, Truncation
 from ..engine.truncation import Message, of_conversation, wanted_room
-from ..errors import InvalidPrompt, PromptTooLong, counted
+from ..errors import InvalidPrompt, PromptTooLong, counted, one_of_several
 from ..markup.binding import Bound
 from ..model.tokenizer import Tokenizer
 from .history import Drift, History, message_at, message_starts
@@ -130,7 +130,10 @@ class Prompts:
             prompts = [self._bound(body, prompt, tenant, name) for prompt, name in zip(given, named, strict=True)]
         else:
             truncates = self._overflow.allows(body.truncation, tenant.salt, session)
-            prompts = [self._plain(prompt, truncates=truncates) for prompt in body.prompts()]
+            prompts = []
+            for place, prompt in enumerate(plain := body.prompts()):
+                with one_of_several("prompt", place, len(plain)):
+                    prompts.append(self._plain(prompt, truncates=truncates))
         score, silent = body.echo and body.logprobs is not None, body.max_tokens == 0
         return Asked(prompts, body.sampling(), self._structure(body, tenant), score=score, silent=silent)
 

@@ -22,7 +22,7 @@ from ..engine.pace import measure
 from ..engine.pins import Pin
 from ..engine.request import Request, SamplingParams, Tenant, TokenEvent
 from ..engine.schemas import Schemas
-from ..errors import InvalidOption, InvalidPrompt, PandoError, QuotaExceeded, counted
+from ..errors import InvalidOption, InvalidPrompt, PandoError, QuotaExceeded, counted, one_of_several
 from ..kv.run import Run
 from ..markup.schema import Schema
 from ..model.load import Model
@@ -222,8 +222,9 @@ class Service:
         try:
             each = zip(ticket.names, asked.prompts, strict=True)
             posted = [self.loop.add(_request(name, prompt, asked, tenant)) for name, prompt in each]
-            for one in posted:
-                await self._answered(one)
+            for place, one in enumerate(posted):
+                with one_of_several("prompt", place, len(posted)):
+                    await self._answered(one)
         except asyncio.CancelledError:
             self.close(ticket)
             raise

@@ -56,10 +56,12 @@ OTHERS = {
     "truncate_prompt_tokens": 'use truncation "auto"',
 }
 
+ANEW = "an answer is always a new message; render the prompt yourself, and send it to /v1/completions"
+
 # what would change the text of messages
 TEMPLATES = {
     "chat_template": "the operator chooses it; render the prompt yourself, and send it to /v1/completions",
-    "continue_final_message": "an answer is always a new message; render the prompt yourself, and send it to /v1/completions",
+    "continue_final_message": ANEW,
     "documents": "write them into a message",
 }
 
@@ -209,12 +211,15 @@ class ChatBody(Generation):
     tools: Tools | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, must, or must not; by default it may.", examples=["auto"])
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
+    add_generation_prompt: bool = Field(True, description="Must be true: an answer is always a new message.")
     chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
     prompt_format: MessageFormat = "auto"
     metadata: Notes | None = Field(None, description="The client's own notes; accepted without effect.")
 
     @model_validator(mode="after")
     def _agrees(self) -> "ChatBody":
+        if not self.add_generation_prompt:
+            raise ValueError(f"add_generation_prompt: {ANEW}")
         if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise ValueError("top_logprobs: only allowed when logprobs is true")
         known = [tool.function.name for tool in self.tools or ()]

@@ -1,5 +1,6 @@
 """`pando bench serve` against a server that does what the test says, over real sockets."""
 
+import asyncio
 import json
 import math
 import os
@@ -16,11 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pando.bench import arguments
+from pando.bench import arguments, probe
 from pando.bench.client import Failed, Reading
 from pando.bench.load import NOT_SENT
 from pando.bench.report import UNFINISHED
@@ -285,6 +287,17 @@ def test_the_key_reaches_the_server_and_nothing_else(
     monkeypatch.setenv("PANDO_API_KEY", "one,two")
     bench()
     assert {headers["authorization"] for headers in server.behaviour.headers} == {"Bearer one"}
+
+
+@pytest.mark.parametrize(("key", "told"), [("", "answers 401: it wants a key; "), ("old", "answers 401: it wants another key; ")])
+def test_a_server_that_wants_a_key_says_whether_it_got_one(key: str, told: str) -> None:
+    async def ask() -> str:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(headers=headers, transport=httpx.MockTransport(lambda _: httpx.Response(401))) as http:
+            return await probe.first_model(http, "http://server")
+
+    with pytest.raises(InvalidOption, match=told + "give one with --api-key"):
+        asyncio.run(ask())
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

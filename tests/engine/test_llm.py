@@ -179,6 +179,24 @@ def test_one_bad_prompt_among_good_ones_is_refused_before_any_is_begun() -> None
     assert len(llm.generate(["good", "good too"], greedy(4))) == 2
 
 
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [("", "the prompt is empty"), ("a" * 600, "the prompt has 600 tokens"), ([VOCAB], f"{VOCAB} is no token"), (5, "found int")],
+)
+def test_of_several_prompts_the_one_that_is_refused_is_named(bad: Any, says: str) -> None:
+    llm = tiny_llm()
+    with pytest.raises(InputError, match=rf"^prompts\[2\]: .*{says}"):
+        llm.generate(["good", "good too", bad, "never looked at"], greedy(4))
+    with pytest.raises(InputError, match=f"^(?!prompts).*{says}"):  # nobody asks which of one
+        llm.generate(bad, greedy(4))
+
+
+@pytest.mark.parametrize(("bad", "says"), [({"role": "user"}, "message 0"), ({"role": "user", "content": "a" * 600}, "the prompt has")])
+def test_of_several_conversations_the_one_that_is_refused_is_named(bad: dict[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=rf"^prompts\[1\]: {says}"):
+        tiny_llm().chat([[{"role": "user", "content": "Hi"}], [bad]], greedy(4))
+
+
 # ---- sampling
 
 
@@ -546,6 +564,9 @@ def test_an_option_that_there_is_not_is_refused_with_the_name_that_it_has_here(o
         ({"temprature": 0}, "did you mean temperature?"),
         ({"beams": 4}, "known are n, temperature, "),
         ({"structured_outputs": None}, "give them to generate, chat or the stream"),
+        ({"guided_decoding": None}, "give StructuredOutputsParams to generate, chat or the stream"),
+        ({"prompt_logprobs": 1}, "llm.score(prompt) gives the logprobs of a prompt"),
+        ({"best_of": 4}, "ask for several answers with n"),
     ],
 )
 def test_a_sampling_param_that_there_is_not_is_refused_with_what_was_meant(param: dict[str, Any], told: str) -> None:

@@ -1,6 +1,7 @@
 """Whatever clients send or do: each gets a clear answer, the server lives, and others do not notice."""
 
 import contextlib
+import gzip
 import json
 import re
 import socket
@@ -129,7 +130,9 @@ COMPLETIONS = {
     "half a surrogate pair for a name": (b'{"prompt": "a", "logit_bias": {"\\ud800": 1}}', 422, "logit_bias"),
     "a model that is not served": (plain(model="gpt-7"), 404, "'gpt-7' is not served here"),
     "an empty prompt": (plain(prompt=""), 400, "prompt is empty"),
-    "one of two prompts empty": (plain(prompt=["a", ""]), 400, "prompt is empty"),
+    "one of two prompts empty": (plain(prompt=["a", ""]), 400, r"^prompt\[1\]: the prompt is empty"),
+    "one of two prompts too long": (plain(prompt=["a", "a" * 600]), 400, r"prompt\[1\]: the prompt has 600 tokens"),
+    "one of two prompts without end": (plain(prompt=["a" * 100_000, "a"]), 400, r"prompt\[0\]: the prompt has 100000 characters"),
     "no prompts": (plain(prompt=[]), 422, "prompt: "),
     "too long a prompt": (plain(prompt="a" * 600), 400, "600 tokens and the context holds 512"),
     "too many tokens": (plain(prompt=[1] * 512), 400, "512 tokens and the context holds 512"),
@@ -315,6 +318,19 @@ def test_a_body_that_is_just_allowed_is_read(client: httpx.Client):
 )
 def test_what_is_not_http_is_answered_400_and_the_connection_closed(server: Live, sent: bytes):
     assert raw(server, sent).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/schemas"])
+def test_a_body_that_is_packed_is_refused_with_what_to_do(client: httpx.Client, path: str):
+    kind = {"content-type": "text/xml" if path == "/v1/schemas" else "application/json"}
+    for packing in ("gzip", "br", "zstd", "gzip, identity"):
+        response = client.post(path, content=gzip.compress(plain()), headers={**kind, "content-encoding": packing})
+        assert f"Content-Encoding {packing!r}; send it as it is" in refused(response, 400)["message"]
+
+
+def test_a_body_that_says_that_it_is_not_packed_is_read(client: httpx.Client):
+    for name in ("identity", "Identity", ""):
+        assert client.post("/v1/completions", content=plain(), headers={"content-encoding": name}).status_code == 200
 
 
 def test_absurd_headers_are_refused_or_replaced_and_never_repeated(client: httpx.Client):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from tokenizers import Tokenizer as Vocabulary
@@ -150,6 +151,16 @@ def remembered(server: Live, turns: int) -> None:
 def test_a_conversation_is_named_in_three_ways(client: openai.OpenAI, named: dict[str, Any]) -> None:
     assert ask(client, "Name", max_tokens=1, **named).pando["session_id"] == "s"
     assert ask(client, "Name", max_tokens=1).pando["session_id"] is None
+
+
+def test_a_header_names_a_conversation_in_any_script(server: Live) -> None:
+    """Clients write UTF-8. Taken for Latin-1, it reads as other characters, of which some cannot be printed."""
+    body = {"messages": [{"role": "user", "content": "Name"}], "max_tokens": 1}
+    for name in ("Łódź", "東京", "rené"):
+        reply = httpx.post(server.url + "/v1/chat/completions", json=body, headers={"x-session-id": name.encode()})
+        assert reply.status_code == 200 and reply.json()["pando"]["session_id"] == name
+    odd = httpx.post(server.url + "/v1/chat/completions", json=body, headers={"x-session-id": "rené".encode("latin-1")})
+    assert odd.json()["pando"]["session_id"] == "rené"
 
 
 def test_a_session_id_is_stronger_than_other_names(client: openai.OpenAI) -> None:

@@ -232,6 +232,8 @@ def test_a_schema_beside_json_object_is_refused_and_any_object_is_not_passed_off
 def test_a_message_to_be_continued_is_refused_and_one_that_is_not_is_fine() -> None:
     assert refusal(wire.ChatBody, {"continue_final_message": True}).startswith("continue_final_message: not supported; ")
     assert chat(continue_final_message=False) == chat()
+    assert refusal(wire.ChatBody, {"add_generation_prompt": False}).startswith("add_generation_prompt: an answer is always a new message; ")
+    assert chat(add_generation_prompt=True) == chat(add_generation_prompt=None) == chat()
 
 
 @pytest.mark.parametrize("field", ["suffix", "bad_words", "prompt_logprobs", "use_beam_search", "response_format", "guided_choice"])
