@@ -119,5 +119,8 @@ def chosen_cost(model: "Model", attention: Attention, folder: Path) -> CostModel
     found = cost_of(device_name(model.device), str(model.dtype).removeprefix("torch."), heads, kv_heads, size, folder)
     cost = found or default_cost(model.device, heads, kv_heads)
     source = "the defaults" if found is None else "measured on this device"
-    log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
+    if cost == APART:
+        log.info("no read is shared, since the %d heads of a key head leave no room for other rows: %s", heads // kv_heads, source)
+    else:
+        log.info("a read is shared where it saves more than %g tokens, and %g for each query: %s", cost.launch, cost.merge, source)
     return cost

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import geometric_mean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from pando.bench.attention.levels import ByLevels
 from pando.bench.attention.report import Measured, Skipped, Table, as_json, read_peers, summary
 from pando.bench.attention.scene import Scene
 from pando.bench.attention.suites import SUITES, Heads, beams, single, tree
+from pando.engine import costs
 from pando.engine.costs import Subject, chosen_cost, cost_of, default_cost, device_name, keep_cost
 from pando.errors import InvalidOption
 from pando.kv.plan import ALWAYS, NEVER, CostModel
@@ -485,11 +487,17 @@ def test_a_calibration_is_kept_for_engines_on_the_same_device(folder, tmp_path, 
     assert cost_of(kept["device"], "float32", 4, 4, 8, tmp_path / "costs") is None
 
 
-def test_a_gpu_shares_no_read_of_heads_that_fill_its_tiles_alone(tmp_path):
+def test_a_gpu_shares_no_read_of_heads_that_fill_its_tiles_alone(tmp_path, monkeypatch, caplog):
     tokens, rows, gpu = np.array([8192]), np.array([256]), torch.device("cuda")
     for heads, kv_heads, shared in ((32, 1, True), (64, 2, True), (48, 1, False), (71, 1, False)):
         assert default_cost(gpu, heads, kv_heads).pays(tokens, rows, heads // kv_heads) == shared
         assert default_cost(CPU, heads, kv_heads).pays(tokens, rows, heads // kv_heads)
+        monkeypatch.setattr(costs, "device_name", lambda _: "A GPU")
+        model = SimpleNamespace(device=gpu, dtype=torch.bfloat16, decoder=SimpleNamespace(geometry=(heads, kv_heads, 64)))
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert chosen_cost(model, "auto", tmp_path) == default_cost(gpu, heads, kv_heads)
+        assert ("no read is shared" in caplog.text) != shared
     keep_cost(default_cost(gpu, 71, 1), SUBJECT, tmp_path)
     assert cost_of(*SUBJECT, tmp_path) == default_cost(gpu, 71, 1), "a calibration may end with the default"
 
