@@ -31,7 +31,8 @@ LITTLE = 500  # keys that small tiles look at, for each processor, up to which t
 LESS = 1.75  # or so many times as many as large ones would
 BESIDE = 300  # the same for large reads beside small ones, in keys of 256 bytes, those that tiles take to begin among them. To this come
 LASTS = 400  # as many keys as a small read has, on average, up to so many: until those are read there is no hurry
-LEAN = 0.2  # of what small tiles fetch: so many keys more has the first half of a read if each half has a processor; who is done fetches
+LEAN = 0.8  # of what small tiles still fetch then: so many keys more has the first half of a read if each half has a processor,
+MEANWHILE, IDLE = 0.25, 2.0  # for each key of a half, those that are fetched beside it, and by a processor without one
 UNSEEN = 12  # keys of each small read that are still to be written, on average, from which on its last block is hardly ever full
 LONG = 640  # keys of such reads, on average, up to which that matters,
 AMONG = 96  # or so many for each that a processor has: few wait for memory, and fetch more at once in whole blocks,
@@ -270,7 +271,7 @@ class Tiles(NamedTuple):
             if not large.leaves and looked >= LASTING * len(few) and len(few) * geometry.kv_heads > small.crowd * processors:
                 fetching = 0.0
             # short ends are programs small enough to find room beside large tiles at any time: for those nobody has to be done earlier
-            lean = LEAN * fetching if large.leaves and not small.exact else 0.0
+            lean = large.leaves and not small.exact
             many = _tile(facts.compress(~is_few, 1), reads, large, geometry, processors, fetching, lean)
             tiles, larger = np.concatenate((many, few)), len(many)
         widths = tiles[:, 5]
@@ -300,18 +301,20 @@ class Tiles(NamedTuple):
 
 def _tile(
     facts: Ints, reads: Reads, size: Size, geometry: Geometry, processors: int,
-    meanwhile: float = 0.0, lean: float = 0.0, merge: int = MERGE,
+    meanwhile: float = 0.0, lean: bool = False, merge: int = MERGE,
 ) -> Ints:  # fmt: skip
     """The tiles of some reads: those of the same keys are neighbours, so that what one has fetched is near for the next. `facts` of each:
-    where its pages are listed, where its pairs are, how many, and its keys."""
+    where its pages are listed, where its pairs are, how many, and its keys. `lean`: a processor that is done sooner has keys to fetch."""
     _, _, queries, tokens, _ = facts
     if not len(tokens):
         return np.zeros((0, kernels.FIELDS), dtype=np.int32)
     pairs = size.rows // (geometry.heads // geometry.kv_heads)
     across = (queries.astype(np.int64) + (pairs - 1)) // pairs
     keys = _keys(tokens, across, queries, size, geometry, processors, meanwhile, merge)
-    if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and 2 * int(across[0]) * geometry.kv_heads <= processors:
-        keys += int(min(lean, keys / 4)) // SHORTEST * SHORTEST
+    idle = 1 - 2 * int(across[0]) * geometry.kv_heads / processors  # of the processors, if this is one read, in halves
+    if lean and len(tokens) == 1 and keys < tokens[0] <= 2 * keys and idle >= 0:
+        more = LEAN * (meanwhile - keys * (MEANWHILE + IDLE * idle))
+        keys += int(min(max(0, more), keys / 4)) // SHORTEST * SHORTEST
     count = across * ((tokens + (keys - 1)) // keys)
     begin = (count.cumsum() - count).repeat(count)
     cut, slice_ = np.divmod(np.arange(len(begin)) - begin, across.repeat(count))
