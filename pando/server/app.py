@@ -93,7 +93,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {  # whether a stream is a text or i
 def make_app(service: Service, tenants: Tenants, journal: Journal, tracing: Tracing) -> FastAPI:
     config = service.config
     gate = Middleware(Gate, tenants=tenants, journal=journal, max_body=config.max_body_mib << 20, refused=service.metrics.refused)
-    cors = [Middleware(CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])]
+    every = ["*"]  # of the headers that pages may read, x-request-id and retry-after are most wanted
+    cors = [Middleware(CORSMiddleware, allow_origins=config.cors_origins, allow_methods=every, allow_headers=every, expose_headers=every)]
     app = FastAPI(
         title="Pando",
         version=__version__,
