@@ -76,7 +76,7 @@ def parser() -> Parser:
     _add_model(run)
     run.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
     run.add_argument("--schema", type=Path, metavar="FILE", help="a schema in PML, with --prompt in place of PROMPT")
-    run.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
+    run.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from it; - is standard input")
     run.add_argument("--eager", action="store_true", help="encode all modules of the schema first, and not only those in the prompt")
     run.add_argument("--repair", type=float, metavar="R", help="the share of module tokens to compute again, from 0 to 1 (0)")
     run.add_argument("--stats", action="store_true", help="print on standard error what was reused and how long it took")
@@ -123,7 +123,9 @@ def _add_schema(to: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=about, description=about, allow_abbrev=False)
         action.add_argument("file", type=Path, metavar="FILE", help="a schema in PML; its src names files below its directory")
         if name == "check":
-            action.add_argument("--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from the schema")
+            action.add_argument(
+                "--prompt", type=Path, dest="prompt_file", metavar="FILE", help="a prompt in PML, made from it; - is standard input"
+            )
         model = next(option for option in options() if option.name == "model")
         action.add_argument("--model", metavar="MODEL", help=f"the model whose tokenizer is used ({model.default})")
         _add_config(action)

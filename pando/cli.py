@@ -236,9 +236,9 @@ def _files(arguments: argparse.Namespace) -> tuple[bytes, str]:
         raise InvalidOption("--raw and --system are for plain prompts, and this one is in PML; write its beginning into the schema")
     if arguments.truncation == "auto":
         raise InvalidOption("--truncation auto is for plain prompts, and nothing of a prompt in PML is ever dropped; leave it out")
-    from .schema_cli import read_pml
+    from .schema_cli import read_pml, read_prompt
 
-    return read_pml(arguments.schema), utf8(read_pml(arguments.prompt_file))
+    return read_pml(arguments.schema), utf8(read_prompt(arguments.prompt_file))
 
 
 def _modular(arguments: argparse.Namespace, llm: "LLM", schema: bytes, prompt: str) -> "Prompt":

@@ -1,6 +1,7 @@
 """`pando schema`: what a schema and a prompt come to with a model's tokenizer. No weights are loaded."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def check(config: EngineConfig, file: Path, prompt: Path | None) -> Iterator[str
     schema = _schema(config, files, file)
     yield f"{file}: {_summary(schema)}"
     if prompt is not None:
-        bound = bind(schema, read_pml(prompt), file=str(prompt))
+        bound = bind(schema, read_prompt(prompt), file=str(prompt))
         yield from _layout(bound)
         yield from advice(bound, Tokenizer.from_directory(files.directory))
 
@@ -123,3 +124,7 @@ def read_pml(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise InvalidOption(f"{file} cannot be read ({error.strerror}); name a PML file") from error
+
+
+def read_prompt(file: Path) -> bytes:
+    return sys.stdin.buffer.read() if str(file) == "-" else read_pml(file)

@@ -1,5 +1,6 @@
 """`pando schema` and `pando run --schema`: files of PML in, tables and carets out."""
 
+import io
 import json
 import os
 import re
@@ -85,6 +86,12 @@ def test_a_prompt_is_shown_as_a_table_of_its_runs(files, model, capsys):
     ]
     assert last == "34 tokens, 28 from the schema and 6 new; modular: some modules have not seen what stands before them"
     assert note.startswith("note: there are no roles, so the model's chat template is not used")
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(files, model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'<prompt schema="tour"><rome/>Go?</prompt>'), encoding="utf-8"))
+    assert run("schema", "check", files / "tour.pml", "--prompt", "-", "--model", model) == 0
+    assert "exact: it answers as the plain prompt does" in capsys.readouterr().out
 
 
 def test_a_prompt_with_roles_needs_no_note(files, model, capsys):
@@ -206,12 +213,13 @@ def test_measurements_read_their_own_arguments(monkeypatch, words, module):
 # --- pando run ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_run_answers_a_prompt_made_of_modules(files, llm, capsys):
+def test_run_answers_a_prompt_made_of_modules(files, llm, capsys, monkeypatch):
     assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5) == 0
     first = capsys.readouterr()
     assert first.out.strip() and first.err.startswith("note: there are no roles")
     assert first.err.splitlines()[1:] == ["the answer is approximate: 15 module tokens had been encoded in another context"]
-    assert run("run", "--schema", files / "tour.pml", "--prompt", files / "ask.pml", "--max-tokens", 5, "--stats") == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((files / "ask.pml").read_bytes()), encoding="utf-8"))
+    assert run("run", "--schema", files / "tour.pml", "--prompt", "-", "--max-tokens", 5, "--stats") == 0
     again = capsys.readouterr()
     assert again.out == first.out
     assert again.err.splitlines()[1] == first.err.splitlines()[1]

@@ -41,7 +41,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = EngineConfig.model,
+        model: str | os.PathLike[str] = EngineConfig.model,
         *,
         device: Device = EngineConfig.device,
         dtype: DType = EngineConfig.dtype,
@@ -70,7 +70,7 @@ class LLM:
         store_codec: CodecName = EngineConfig.store_codec,
     ) -> None:
         config = EngineConfig(
-            model=model,
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             device=device,
             dtype=dtype,
             quantization=quantization,

@@ -537,7 +537,7 @@ def test_a_window_that_the_model_was_not_made_for_is_refused_before_its_weights_
     with pytest.raises(InvalidOption, match="max_model_len is 129 and the model was made for 128"):
         LLM(str(tmp_path), max_model_len=129)
     with pytest.raises(BadModelFile):
-        LLM(str(tmp_path), max_model_len=128)
+        LLM(tmp_path, max_model_len=128)
 
 
 @pytest.mark.parametrize(
