@@ -190,7 +190,8 @@ def suited(size: Size, geometry: Geometry, capability: tuple[int, int]) -> Size:
 def _crowded(size: Size, key_bytes: int) -> Size:
     """As many side by side as keys of so many bytes leave room for."""
     block = _block(key_bytes) * key_bytes
-    return size._replace(crowd=max(1, SHARED_BYTES // (2 * size.stages * block)), memory=key_bytes / size.key / 256)
+    fetched = min(key_bytes, 256) / 256  # a key of more bytes also takes longer to look at
+    return size._replace(crowd=max(1, SHARED_BYTES // (2 * size.stages * block)), memory=fetched / size.key)
 
 
 def _full(rows: Ints, products: NDArray[np.int64]) -> float:
