@@ -188,8 +188,8 @@ class Compiler:
                 parts[-1] += part
             else:
                 parts.append(part)
-        is_indented = re.match(r"[rRfFuU]*(\"\"\"|''')", ast.get_source_segment(self._source.text, node) or "")
-        if is_indented:  # as a whole: a line may begin or end in braces
+        line = linecache.getline(self._file, node.lineno).encode()[node.col_offset :]
+        if re.match(rb"[rRfFuU]*(\"\"\"|''')", line):  # as a whole: a line may begin or end in braces
             texts = undented("".join(part if isinstance(part, str) else HOLE for part in parts)).split(HOLE)
             held, parts = [part for part in parts if isinstance(part, Slot)], [texts[0]]
             for slot, text in zip(held, texts[1:], strict=True):
