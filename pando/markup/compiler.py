@@ -81,16 +81,16 @@ class _Names:
     """Names in one scope, each once."""
 
     def __init__(self) -> None:
-        self._used: set[str] = set()
+        self._used: dict[str, int] = {}  # each with the number of the last one like it
 
     def new(self, wish: str, otherwise: str) -> str:
         """The name that was wished for, where that is one, or one like it."""
         name = stem = wish if NAME.fullmatch(wish) and wish not in WORDS_OF_PML else otherwise
-        number = 1
+        number = self._used.get(stem, 1)
         while name in self._used:
             number += 1
             name = f"{stem.removesuffix('.1')}.{number}"
-        self._used.add(name)
+        self._used[name], self._used[stem] = 1, number
         return name
 
 

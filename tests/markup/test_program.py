@@ -232,6 +232,18 @@ def test_a_long_loop_in_a_long_file_unrolls_in_a_moment(tmp_path):
     assert table.pml.endswith("row 1998, row 1999, </schema>")
 
 
+def test_texts_of_a_long_loop_are_named_in_a_moment():
+    start = time.thread_time()
+
+    @program
+    def table(x: Annotated[str, Len(3)]):
+        for i in range(6000):
+            f"row {i} of {x}, "
+
+    assert time.thread_time() - start < 5
+    assert table.pml.count("<module ") == 6000 and '<module name="text.6000">row 5999 of <param name="x" ' in table.pml
+
+
 def test_its_content_not_the_process_decides_whether_it_is_the_same_schema():
     def make(text):
         def same():
