@@ -153,7 +153,7 @@ class Store:
     def _note_host(self, keys: Sequence[Key], chain: Sequence[Key]) -> None:
         """What was read from below is in host memory now, if there was room."""
         there = [key for key in keys if self.host.look([key])]
-        self._keep("host", [*chain, *(key for key in there if key not in chain)], self._catalogue.shown(there))  # ends are not in the chain
+        self._keep("host", list(dict.fromkeys((*chain, *there))), self._catalogue.shown(there))  # ends are not in the chain
         self._passed(there)
 
     # ---- the queue
