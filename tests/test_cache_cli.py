@@ -21,7 +21,7 @@ from pando.store.remote import remote_tier
 from pando.store.sought import end_card, end_parent
 from pando.store.tier import tenant_tag
 
-from .store.pages import SHAPE, card, chain, data, keys, layers, read
+from .store.pages import SHAPE, card, chain, data, keys, layers, pin, read
 from .store.test_remote import server  # noqa: F401  # a fixture
 
 DAY = 86400.0
@@ -227,7 +227,7 @@ def test_a_tenant_of_a_server_is_purged_by_its_key(disk, told, monkeypatch):
 def test_what_was_not_used_for_long_is_purged_unless_it_is_pinned(disk, clock, told):
     old, pinned, fresh = chain(2), chain(2, 50), chain(2, 100)
     save(disk, *old, *pinned)
-    disk.pin(keys(pinned))
+    pin(disk, keys(pinned))
     clock.now += 8 * DAY
     save(disk, *fresh)
     assert told("purge", "--older-than", "7d")["pages"] == 2

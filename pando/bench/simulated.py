@@ -340,6 +340,6 @@ def simulated_store(
     passing = 2 * BUFFER if below else 0
     host = Host(shape, pages["host"] + passing)
     transfer = _Transfer(clock, shape, Bus(clock, rates["host"], kv_bytes), host, below, passing)
-    ledger = Ledger({tier: number * page_bytes for tier, number in pages.items() if number}, policy, moves_down=False)
+    ledger = Ledger({tier: number * page_bytes for tier, number in pages.items() if number}, policy)
     seconds = {"host": 1 / rates["host"], "disk": 1 / rates["host"] + 1 / rates["disk"]}
     return SimulatedStore(clock, transfer, ledger, below, page_bytes, Known(seconds, prefill_rate))

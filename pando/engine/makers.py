@@ -43,9 +43,6 @@ class Makers:
         self._undecided.clear()
         return list(self._making.values())
 
-    def of(self, name: tuple[Key, bytes]) -> Row | None:
-        return self._making.get(name)
-
     def is_lacked(self, want: Want) -> bool:
         """Is there a row that needs it, and was not placed yet?"""
         return want.name in self._lacking
@@ -63,7 +60,7 @@ class Makers:
             return None
         if alone and row.awaits is not None and self.are_coming(row):
             return []  # there is nothing more to be found
-        if row.awaits is not None and (maker := self.of(row.awaits)) is not None and not (alone and maker.brings):
+        if row.awaits is not None and (maker := self._making.get(row.awaits)) is not None and not (alone and maker.brings):
             return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
         found = [find(self._tree, want, now) for want in row.wants]
         for old in row.imports:
@@ -202,7 +199,7 @@ class Makers:
             found = find(self._tree, want, now)
             if found is not None:
                 self._tree.unpin(found.pinned)
-            elif self.of(want.name) is None:
+            elif want.name not in self._making:
                 if below is not None and below.asks(Passage.of(want, tenant), now):
                     self._undecided[want.name] = tenant, want
                 else:

@@ -66,7 +66,7 @@ def open_store(model: Model, config: EngineConfig, pool: PagePool) -> Store | No
         capacities["disk"] = disk_bytes // file_bytes * page_bytes  # so many whole files
     remote = remote_tier(config.remote, shape, config.ttl or None) if config.remote is not None else None
     host = HostTier(shape, max(host_pages, 2 * BUFFER) + passing, layer_bytes, pinned=model.device.type == "cuda")
-    ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None, moves_down=False)
+    ledger = Ledger(capacities, POLICIES[config.policy], float(config.ttl) if config.ttl else None)
     scout = Scout(remote, ledger, shape.page_size) if remote is not None else None
     below += [scout] if scout is not None else []
     if disk is not None and not disk.is_full:

@@ -221,6 +221,7 @@ class Stream:
 
 
 _BLANKS = " \t\n\r"
+_OPENED = re.compile(r"[^ \t\n\r\[{]")
 _MAY_BEGIN = re.compile(r'[ \t\n\r]*+\[?+[ \t\n\r]*+\{[ \t\n\r]*+"')  # nothing is tried twice, however long the blanks
 _QUOTE = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r"[^ \t\n\r0-9A-Za-z+\-.,:]")
@@ -234,14 +235,17 @@ class _Value:
         self.marked = marked
         self.resume = resume  # if it is no call after all, the search for one goes on here
         self.broken = False  # it cannot be JSON
+        self._opening: int | None = start  # so far there are only blanks and brackets, up to here; None: and something behind them
         self._at = start
         self._depth = 0
         self._quoted = False
 
     def end(self, text: str) -> int | None:
-        if not text[self.start :].strip(_BLANKS + "[{"):
-            return None
-        self.broken = not _MAY_BEGIN.match(text, self.start)
+        if self._opening is not None:
+            if _OPENED.search(text, self._opening) is None:
+                self._opening = len(text)
+                return None
+            self._opening, self.broken = None, not _MAY_BEGIN.match(text, self.start)
         while not self.broken and (found := (_QUOTE if self._quoted else _STRUCTURE).search(text, self._at)):
             char, self._at = found[0], found.end()
             if char == '"':

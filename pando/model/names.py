@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..errors import UnsupportedModel
 from .config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -90,9 +89,7 @@ _NAMES = {
 
 
 def names_of(config: ModelConfig) -> Names:
-    names = _NAMES.get(config.family)
-    if names is None:
-        raise UnsupportedModel(f"no tensor names are known for the architecture {config.family!r}; Pando runs {', '.join(_NAMES)}")
+    names = _NAMES[config.family]
     two = config.family == "falcon" and config.block == "parallel_two_norms"
     return replace(names, attn_norm="ln_attn", mlp_norm="ln_mlp") if two else names
 

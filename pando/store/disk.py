@@ -118,10 +118,6 @@ class DiskTier:
 
     # ---- what is there, for those who decide what stays
 
-    @property
-    def count(self) -> int:
-        return len(self._pages)
-
     def file_bytes(self, page_bytes: int) -> int:
         """What the file of a whole page takes."""
         return file_size(self._shape.page_size, self._shape, page_bytes // self._shape.layers)
@@ -149,16 +145,6 @@ class DiskTier:
             used = self._folder.index.used(self._tag, keys, now - ttl + late, now + late)
             return [key for key in keys if key not in used]
         return keys
-
-    def pin(self, keys: Sequence[Key], pinned: bool = True) -> None:
-        self._folder.pin([(self._tag, key) for key in keys], pinned)
-
-    def purge(self, tenant: bytes) -> int:
-        """Removes all pages of a tenant, of every shape, and what was noted for it; how many pages there were."""
-        self._folder.reconcile()
-        found = self._folder.entries("tenant = ?", [tenant])
-        self._forget([entry.key for entry in found])
-        return self._folder.purge([(entry.shape, entry.key) for entry in found], "tenant = ?", [tenant])
 
     def make_room(self, bound: int, keep: Container[Key]) -> int:
         """Removes what is not in `keep` and not pinned, such as pages of other models and other processes, least recently used first, until

@@ -1,21 +1,19 @@
 """Which page is in which tier, and what must leave for another to enter. Bookkeeping alone: no bytes, no clock, no I/O.
 
 The store moves the bytes that the ledger says, and the replay of traces moves none: both decide by this one. Tiers are named from the
-uppermost down. A page that leaves a tier goes to the next one, unless that or one further down has it; or to none, where whatever shall be
-further down is written there as soon as it can, and only dropped from above.
+uppermost down. Whatever shall be further down is written there as soon as it can be, so a page that leaves a tier goes nowhere from there.
 """
 
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..kv.segment import Key
 from .policy import Held, Policy, Queue
 
 Rank = tuple[Any, ...]  # a page's order and its key, the smallest leaves first: flat, since a heap compares nothing more often
-Refusal = Literal["too_large", "no_room"]  # for the tier; among what is pinned there or worth more
 
 
 class Page(NamedTuple):
@@ -23,28 +21,24 @@ class Page(NamedTuple):
     size: int  # bytes
 
 
-class Move(NamedTuple):
-    """A page leaves a tier. `target` is where its bytes must be written; None: nowhere, it is further down already, or is let go."""
+class Gone(NamedTuple):
+    """A page that has left a tier: it is further down already, or is let go."""
 
     key: Key
-    source: str
-    target: str | None
+    tier: str
 
 
 class Kept(NamedTuple):
-    """What comes of keeping a chain in a tier: first the moves, in order, then the pages that enter. Those behind the last are refused."""
+    """What comes of keeping a chain in a tier: the pages that enter, and those that are gone. Those behind the last to enter do not."""
 
     entered: tuple[Key, ...]
-    moves: tuple[Move, ...]
-    refused: Refusal | None = None
+    gone: tuple[Gone, ...]
 
 
 class Ledger:
     """Every method is quick: at most a few steps, and a logarithm of what is held, for each page that is named or that leaves."""
 
-    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl: float | None = None, *, moves_down: bool = True) -> None:
-        """`moves_down`: what leaves a tier goes to the next one. Otherwise whatever shall be there is written there as soon as it can."""
-        self.moves_down = moves_down
+    def __init__(self, capacities: Mapping[str, int], policy: Policy, ttl: float | None = None) -> None:
         assert capacities and (ttl is None or ttl > 0)
         self.capacities = dict(capacities)  # bytes, the uppermost tier first
         self.policy = policy
@@ -175,7 +169,7 @@ class Ledger:
     def keep(self, tier: str, chain: Sequence[tuple[Key, int]], now: float, only: Container[Key] | None = None) -> Kept:
         """A chain of pages, each with its size, shall be in a tier; it counts as used. It is given from its first page on, with those that
         are there already. `only`: of those that are not, these alone enter."""
-        moves, keys = self.expire(now), [key for key, _ in chain]
+        gone, keys = self.expire(now), [key for key, _ in chain]
         entered: list[Key] = []
         self.use(keys, now)
         places = range(len(keys)) if only is None else [place for place, key in enumerate(keys) if key in only]
@@ -184,18 +178,16 @@ class Ledger:
             known = self._pages.get(key)
             if known is None or tier not in known.tiers:
                 page = known or Held(key, size, depth, now, self._begun(chain, depth, now))
-                refused = self._enter(tier, page, moves, chain)
-                if refused:
-                    return Kept(tuple(entered), tuple(moves), refused)
+                if not self._enter(tier, page, gone, chain):
+                    break
                 entered.append(key)
-        return Kept(tuple(entered), tuple(moves))
+        return Kept(tuple(entered), tuple(gone))
 
-    def restore(self, tier: str, page: Page, depth: int, used: float) -> list[Move]:
-        """A page that was there before the ledger was, as after a restart. To be given in the order of their last use."""
-        moves: list[Move] = []
-        if not self.find([page.key]):
-            self._enter(tier, Held(page.key, page.size, depth, used, used), moves)
-        return moves
+    def restore(self, tier: str, page: Page, depth: int, used: float) -> None:
+        """A page that was there before the ledger was, as after a restart. To be given in the order of their last use: what there is no
+        room for is not found."""
+        if not self.has(page.key):
+            self._enter(tier, Held(page.key, page.size, depth, used, used), [])
 
     def drop(self, keys: Iterable[Key], tier: str | None = None) -> None:
         """They are gone from a tier, or from all: lost, purged, or never written."""
@@ -204,9 +196,9 @@ class Ledger:
                 if name in page.tiers and tier in (None, name):
                     self._take_out(name, page)
 
-    def expire(self, now: float) -> list[Move]:
+    def expire(self, now: float) -> list[Gone]:
         """Lets go of what was not used for too long. A pin counts as use."""
-        moves: list[Move] = []
+        gone: list[Gone] = []
         while self.ttl is not None and self._pages:
             page = next(iter(self._pages.values()))
             if page.used > now:  # the clock was set back: it would hold up those behind it
@@ -222,15 +214,15 @@ class Ledger:
                 continue
             for tier in [tier for tier in self._tiers if tier in page.tiers]:
                 self._take_out(tier, page)
-                moves.append(Move(page.key, tier, None))
-        return moves
+                gone.append(Gone(page.key, tier))
+        return gone
 
-    def _enter(self, tier: str, page: Held, moves: list[Move], chain: Sequence[tuple[Key, int]] = ()) -> Refusal | None:
-        """Puts a page into a tier. What goes first for it may be itself, or one that stands before it in the chain that it enters with:
-        then it does not enter."""
+    def _enter(self, tier: str, page: Held, gone: list[Gone], chain: Sequence[tuple[Key, int]] = ()) -> bool:
+        """Puts a page into a tier, and says whether it is there now. What goes first for it may be itself, or one that stands before it in
+        the chain that it enters with: then it does not enter."""
         capacity = self.capacities[tier]
         if page.size > capacity:
-            return "too_large"
+            return False
         self._pages[page.key] = page
         page.tiers.add(tier)
         self.used[tier] += page.size
@@ -243,16 +235,10 @@ class Ledger:
             if victim is None or victim is page or _is_before(victim, page, chain):
                 self._take_out(tier, page)
                 self._reorder([victim.key] if victim else [])
-                return "no_room"
-            self._move_out(tier, victim, moves)
-        return None
-
-    def _move_out(self, tier: str, page: Held, moves: list[Move]) -> None:
-        target, below = None, self._tiers[self._tiers.index(tier) + 1 :] if self.moves_down else ()
-        if below and page.tiers.isdisjoint(below) and self._enter(below[0], page, moves) is None:
-            target = below[0]
-        self._take_out(tier, page)
-        moves.append(Move(page.key, tier, target))
+                return False
+            self._take_out(tier, victim)
+            gone.append(Gone(victim.key, tier))
+        return True
 
     def _take_out(self, tier: str, page: Held) -> None:
         page.tiers.discard(tier)

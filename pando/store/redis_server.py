@@ -82,10 +82,6 @@ class RedisServer:
             count, size = count + len(theirs), size + sum(theirs.values())
         return count, size
 
-    def purge(self, tenant: bytes) -> int:
-        """Removes all pages of a tenant, and what is damaged, which is of no use to anybody; how many. Raises Lost."""
-        return self.remove(lambda header: header is None or header.card.tenant == tenant)[0]
-
     # ---- asking
 
     def _beginnings(self, client: "Redis", names: Sequence[object]) -> list[tuple[bytes, int]]:

@@ -21,7 +21,7 @@ from .catalogue import Catalogue
 from .departures import Departure, Departures
 from .disk import DiskTier
 from .facts import Counts, Room, StoreFacts
-from .ledger import Ledger, Move, Page
+from .ledger import Gone, Ledger, Page
 from .notes import Notes
 from .scout import Scout
 from .sharing import Sharing
@@ -153,7 +153,7 @@ class Store:
     def _note_host(self, keys: Sequence[Key], chain: Sequence[Key]) -> None:
         """What was read from below is in host memory now, if there was room."""
         there = [key for key in keys if self.host.look([key])]
-        self._keep("host", [*chain, *(key for key in there if key not in chain)], self._catalogue.shown(there))  # ends are not in the chain
+        self._keep("host", list(dict.fromkeys((*chain, *there))), self._catalogue.shown(there))  # ends are not in the chain
         self._passed(there)
 
     # ---- the queue
@@ -272,7 +272,7 @@ class Store:
     def _keep(self, tier: str, chain: Sequence[Key], only: Collection[Key] | None = None) -> Collection[Key]:
         """Makes room for a chain in a tier; answers which pages of it enter. The ledger would not say of what goes that it has expired."""
         kept = self.ledger.keep(tier, [(key, self._page_bytes) for key in chain], self._expire(), only)
-        self._move(kept.moves)
+        self._let_go(kept.gone)
         self._catalogue.keep(kept.entered)
         return set(kept.entered)
 
@@ -339,11 +339,12 @@ class Store:
 
     # ---- what leaves a tier, and what comes up
 
-    def _move(self, moves: Sequence[Move], ttl: float | None = None) -> None:
-        """What leaves host memory is further down already, or is let go. `ttl`: unless others used it, which the ledger cannot know."""
-        self._passed([move.key for move in moves if move.source == "host"])
-        for move in [move for move in moves if move.source != "host"]:
-            self._remove([move.key], move.source, ttl)
+    def _let_go(self, gone: Sequence[Gone], ttl: float | None = None) -> None:
+        """`ttl`: unless others used it, which the ledger cannot know."""
+        self._passed([key for key, tier in gone if tier == "host"])
+        for key, tier in gone:
+            if tier != "host":
+                self._remove([key], tier, ttl)
 
     def _remove(self, keys: Sequence[Key], tier: str, ttl: float | None = None) -> None:
         def work() -> None:
@@ -355,9 +356,9 @@ class Store:
 
     def _expire(self) -> float:
         """What nobody used for too long is not found by who looks for it now. Answers the time."""
-        if moves := self.ledger.expire(now := self._clock()):
-            self._move(moves, self.ledger.ttl)
-            self._catalogue.expire(move.key for move in moves)
+        if gone := self.ledger.expire(now := self._clock()):
+            self._let_go(gone, self.ledger.ttl)
+            self._catalogue.expire(key for key, _ in gone)
         return now
 
     def discard(self, keys: Sequence[Key]) -> None:

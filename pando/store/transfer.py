@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -215,25 +215,19 @@ class Transfer:
         """Brings a page into host memory before anyone asks for it; raises Lost."""
         if self.host.look([key]):
             return  # still on its way down
-        below = self.tiers[tier].open(key)
-        try:
+        with closing(self.tiers[tier].open(key)) as below:
             card, size = below.card, self._layer_bytes(len(below.card.tokens))
             slot = self.host.begin(card)
             if slot is not None:
                 with self._written(card):
                     for index, row in enumerate(slot):
                         below.layer(index, memoryview(row[:size].numpy()))
-        finally:
-            below.close()
 
     def write(self, card: Card, tier: str) -> None:
         """Copies a page from host memory down to a tier; raises Lost."""
-        reader = self.host.open(card.key)
-        try:
+        with closing(self.host.open(card.key)) as reader:
             size = self._layer_bytes(len(card.tokens))
             self.tiers[tier].save(card, [memoryview(row[:size].numpy()) for row in reader.payload])
-        finally:
-            reader.close()
 
     @contextmanager
     def _from_below(self, part: Part, meter: Meter) -> "Iterator[_File]":
@@ -243,19 +237,16 @@ class Transfer:
         finally:
             meter.add(part.tier, 0, began)
         add = partial(meter.add, part.tier)
-        try:
+        with closing(below):
             if len(below.card.tokens) != len(part.card.tokens):
                 raise Lost("foreign", f"{len(below.card.tokens)} tokens where {len(part.card.tokens)} were expected")
             slot = self._slot(part.card)
             if slot is None:
                 yield _File(below, torch.empty(self.shape.layers, size, dtype=torch.uint8), size, add)
             else:
-                with self._written(part.card) as whole:
-                    source = _File(below, slot, size, add)
+                source = _File(below, slot, size, add)
+                with self._written(part.card, lambda: source.layers == self.shape.layers):
                     yield source
-                    whole(source.layers == self.shape.layers)
-        finally:
-            below.close()
 
     def _found_below(self, part: Part) -> Reader:
         """From the tier where it should be, or from another one: it may have left host memory meanwhile, or be on its way there."""
@@ -277,20 +268,14 @@ class Transfer:
             return None
 
     @contextmanager
-    def _written(self, card: Card) -> Iterator[Callable[[bool], None]]:
+    def _written(self, card: Card, is_whole: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """The page is found in host memory from now on, unless it was not written whole."""
-        outcome = [True]
-
-        def whole(yes: bool) -> None:
-            outcome[0] = yes
-
         try:
-            yield whole
+            yield
         except BaseException:
-            outcome[0] = False
+            self.host.abort(card)
             raise
-        finally:
-            (self.host.commit if outcome[0] else self.host.abort)(card)
+        (self.host.commit if is_whole() else self.host.abort)(card)
 
 
 class _File:

@@ -50,8 +50,7 @@ def leaves_first(ledger: Ledger) -> list[str]:
     """The pages in the order in which the ledger lets them go for new ones."""
     gone = []
     while (held := list(ledger.held("disk"))) and any(page.used < 1000 for page in held):
-        moves = ledger.keep("disk", [Page(f"new {len(gone)}".encode(), PAGE)], 1000).moves
-        gone += [move.key.decode() for move in moves]
+        gone += [key.decode() for key, _ in ledger.keep("disk", [Page(f"new {len(gone)}".encode(), PAGE)], 1000).gone]
     return gone
 
 
@@ -78,11 +77,11 @@ def test_a_pinned_page_is_pinned_once_however_many_continue_it() -> None:
     ledger, _ = enter([entry("p", "root", 1, pinned=1), entry("a", "p", 2), entry("b", "p", 3)], pages=3)
     assert leaves_first_but_pinned(ledger) == [b"a", b"b"]
     ledger.unpin([b"p"])
-    assert ledger.keep("disk", [Page(b"last", PAGE)], 2000).moves[0].key == b"p"
+    assert ledger.keep("disk", [Page(b"last", PAGE)], 2000).gone[0].key == b"p"
 
 
 def leaves_first_but_pinned(ledger: Ledger) -> list[Key]:
-    return [move.key for name in (b"m", b"n") for move in ledger.keep("disk", [Page(name, PAGE)], 1000).moves]
+    return [key for name in (b"m", b"n") for key, _ in ledger.keep("disk", [Page(name, PAGE)], 1000).gone]
 
 
 def test_more_than_fits_is_dropped_from_disk_but_for_what_is_pinned() -> None:

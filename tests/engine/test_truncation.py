@@ -34,6 +34,7 @@ from pando.store.store import Store
 from pando.store.tier import tenant_tag
 from pando.store.transfer import Load
 
+from ..store.pages import purge
 from ..tiny import drain, greedy, run, tiny_engine, tiny_llm, tiny_model
 from .test_store import Expected, Stuck, evict, settled
 
@@ -625,8 +626,8 @@ def test_what_was_remembered_on_disk_is_the_tenants_alone_and_goes_with_its_page
     monkeypatch.undo()
     assert recalled(talk) is not None
     disk = store.below[0]
-    assert isinstance(disk, DiskTier) and disk.purge(tenant_tag(b"other")) == 0 and recalled(talk) is not None
-    assert disk.purge(tenant_tag(b"")) > 0 and recalled(talk) is None
+    assert isinstance(disk, DiskTier) and purge(disk, tenant_tag(b"other")) == 0 and recalled(talk) is not None
+    assert purge(disk, tenant_tag(b"")) > 0 and recalled(talk) is None
     talk.engine.close()
 
 

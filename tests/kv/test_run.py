@@ -1,12 +1,13 @@
 """What a prompt is made of, and what is remembered of it."""
 
 import struct
+import time
 from array import array
 
 import pytest
 
 from pando.kv import run as runs
-from pando.kv.run import KNOWN, Origin, Run, in_place
+from pando.kv.run import KNOWN, Origin, Run, context_digest, in_place
 from pando.kv.segment import Key, Lineage, compact, extend_keys, packed
 
 PAGE = 4
@@ -62,6 +63,18 @@ def test_what_is_computed_where_it_stands_has_keys_behind_what_stands_before() -
     assert placed.origin is not None
     context = Lineage.of(placed.origin.key(b"us"))
     assert placed.keys(context, PAGE) == keys_of(own.tokens, context) != keys_of(own.tokens, US)
+
+
+def test_words_between_thousands_of_modules_name_what_stands_before_them_in_a_moment() -> None:
+    module = Run(TOKENS, 0, Origin((), 0))
+    some = [run for place in range(0, 90_000, 30) for run in (module.moved(place), Run((place,), place + len(TOKENS)))]
+    start = time.thread_time()
+    found = in_place(some)
+    names = [run.origin.digest for run in found if run.origin is not None]
+    assert time.thread_time() - start < 2
+    assert len(names) == len(set(names[1::2])) * 2 == len(some)
+    for run in found[:20]:
+        assert run.origin is not None and run.origin.digest == context_digest(run.origin.context)
 
 
 def test_the_keys_of_a_run_are_computed_once_for_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:

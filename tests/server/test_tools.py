@@ -212,6 +212,15 @@ def test_a_long_answer_of_half_calls_takes_no_longer_than_its_length_explains(pi
     assert time.thread_time() - start < 20  # were it quadratic, minutes
 
 
+@pytest.mark.parametrize("piece", ["[", "{", " ", "\n "])
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+def test_what_begins_a_call_and_goes_on_without_one_costs_a_stream_no_more_with_each_token(form: Form, piece: str) -> None:
+    start, stream = time.thread_time(), Stream(form)
+    texts = [stream.feed(text).text for text in [form.marker, *[piece * 4] * 40_000]]
+    assert "".join(texts) == "" and stream.finish().text == form.marker + piece * 160_000
+    assert time.thread_time() - start < 5  # were it quadratic, a minute
+
+
 # Cut off
 
 

@@ -3,8 +3,11 @@
 import hashlib
 import random
 from collections.abc import Sequence
+from contextlib import closing
 
 from pando.kv.segment import Key, page_key, root_key
+from pando.store.disk import DiskTier
+from pando.store.folder import Folder
 from pando.store.tier import Card, Reader, Shape
 
 SHAPE = Shape(model=hashlib.sha256(b"a model").digest(), layers=3, kv_heads=2, head_dim=4, dtype="bfloat16", page_size=8)
@@ -47,3 +50,14 @@ def data(of: Card) -> list[bytes]:
 
 def keys(cards: Sequence[Card]) -> list[Key]:
     return [one.key for one in cards]
+
+
+def pin(disk: DiskTier, keys: Sequence[Key], pinned: bool = True) -> None:
+    disk._folder.pin([(disk._tag, key) for key in keys], pinned)
+
+
+def purge(disk: DiskTier, tenant: bytes) -> int:
+    """As `pando cache purge` does, in another process."""
+    with closing(Folder(disk._folder._directory)) as folder:
+        names = [(entry.shape, entry.key) for entry in folder.entries("tenant = ?", [tenant])]
+        return folder.purge(names, "tenant = ?", [tenant])

@@ -20,7 +20,7 @@ from pando.store.remote import RedisTier, SharedTier, remote_tier
 from pando.store.tier import Lost
 
 from .faults import KINDS, FaultyTier, went_wrong
-from .pages import LAYER, ROOT, SHAPE, TENANT, card, chain, data, keys, layers, read
+from .pages import LAYER, ROOT, SHAPE, TENANT, card, chain, data, keys, layers, pin, read
 from .test_faults import START, play
 
 
@@ -182,7 +182,7 @@ def test_in_a_shared_directory_goes_what_nobody_used_for_too_long(tmp_path, code
     clock, (old, used, kept) = Clock(), chain(3)
     tier = SharedTier(tmp_path, SHAPE, 60, clock)
     save(tier, old, used, kept)
-    tier.pin([kept.key])
+    pin(tier, [kept.key])
     clock.now = 50
     tier.touch([used.key])
     clock.now = 70
@@ -202,9 +202,9 @@ def test_a_tenant_is_purged_and_the_others_stay(make):
     tier, mine, theirs = make(), chain(3), chain(2, tenant=bytes(32))
     save(tier, *mine, *theirs)
     save(make(replace(SHAPE, codec="int8")), theirs[0])
-    assert tier.purge(bytes(32)) == 3
+    assert tier.remove(lambda header: header is not None and header.card.tenant == bytes(32))[0] == 3
     assert tier.look(keys(mine)) == 3 and tier.look(keys(theirs)) == 0
-    assert tier.purge(TENANT) == 3
+    assert tier.remove(lambda header: header is not None and header.card.tenant == TENANT)[0] == 3
     assert tier._patient.dbsize() == 0
 
 
@@ -214,7 +214,7 @@ def test_a_tenant_is_purged_and_the_others_stay(make):
 def test_a_purge_leaves_no_sets_of_ends_that_are_gone(make):
     tier, page, other = make(), card(), hashlib.sha256(b"other").digest()
     save(tier, page, card(50, 3, page.key), card(60, 5, page.key), card(70, 3, page.key, other))
-    assert tier.purge(TENANT) == 3
+    assert tier.remove(lambda header: header is not None and header.card.tenant == TENANT)[0] == 3
     assert tier._patient.zcard(tier._behind(page.key)) == 1 and len(tier.ends(page.key)) == 1, "another tenant's stays"
     assert tier.remove(lambda _: True)[0] == 1
     assert not tier._patient.keys("*")
