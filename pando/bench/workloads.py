@@ -71,7 +71,7 @@ def _topics() -> tuple[str, ...]:
 def _first_turns(file: Path, lines: str) -> tuple[str, ...]:
     """The opening of each dialogue, of a length people type, spread over the file since neighbours are alike."""
     try:
-        turns = [str(json.loads(line)["history"][0]["user"]) for line in lines.splitlines() if line.strip()]
+        turns = [str(json.loads(line)["history"][0]["user"]) for line in lines.split("\n") if line.strip()]
     except (ValueError, LookupError, TypeError) as error:
         raise InvalidOption(
             f"{file}: not dialogues in JSON lines with a history of user turns ({type(error).__name__}: {error})"
