@@ -27,7 +27,7 @@ from .failures import FailureBody, Stopped, failure, from_validation, in_markup
 from .gate import Gate
 from .journal import Journal
 from .prompts import Asked, Prompt
-from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
+from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, json_response, text_id
 from .responses import ResponseAnswers, ResponseReply, response_id
 from .responses_wire import ResponsesBody
 from .schema_routes import SchemaRoutes
@@ -203,19 +203,19 @@ class _Routes:
     async def models(self) -> Response:
         """The one model that is served."""
         self.service.check_ready()
-        return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"]))
+        return json_response(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"]))
 
     async def model(self, model: str) -> Response:
         """One model."""
         self._check(model)
-        return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"])["data"][0])
+        return json_response(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"])["data"][0])
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """The tokens of a text, or of a conversation as the chat template writes it."""
         owner = request.state.owner
         self._check(body.model)
         tokens = await self.service.prepare(lambda prompts: prompts.tokenize(body, owner))
-        return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
+        return json_response(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of tokens, special ones included."""
@@ -224,7 +224,7 @@ class _Routes:
             raise HTTPException(
                 400, f"{wrong} is not a token of this model; tokens are whole numbers from 0 to {self.service.vocab_size - 1}"
             )
-        return _json(DetokenizeReply(prompt=await self.service.prepare(lambda prompts: prompts.decode(body.tokens))))
+        return json_response(DetokenizeReply(prompt=await self.service.prepare(lambda prompts: prompts.decode(body.tokens))))
 
     # ---- the cache
 
@@ -233,7 +233,7 @@ class _Routes:
         owner, service = request.state.owner, self.service
         (segments, truncated), stats = await service.ask_engine(lambda engine: (_segments(engine, owner), engine.stats()))
         pages = {"size": service.page_size, "total": stats.pages, "in_use": stats.pages_in_use, "cached": stats.pages_cached}
-        return _json({"pages": {**pages, "pinned": stats.pages_pinned}, "segments": segments, "truncated": truncated})
+        return json_response({"pages": {**pages, "pinned": stats.pages_pinned}, "segments": segments, "truncated": truncated})
 
     async def warm(self, request: Request, body: WarmBody) -> Response:
         """Computes a prompt now, so that requests that begin with it need not; with a ttl it is pinned for that long."""
@@ -244,7 +244,7 @@ class _Routes:
         if cached is None:
             return gone()
         pin = await self._pin(prompt, tenant, body.ttl) if body.ttl is not None else None
-        return _json(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached, pin=pin))
+        return json_response(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached, pin=pin))
 
     async def pin(self, request: Request, body: PinBody) -> Response:
         """Computes a prompt if it is not cached, and keeps it until it is unpinned or its ttl is over."""
@@ -253,7 +253,7 @@ class _Routes:
         prompt = await self.service.prepare(lambda prompts: prompts.warm(body, tenant.owner))
         if await unless_gone(request, self.service.compute(request.state.request_id, prompt, tenant)) is None:
             return gone()
-        return _json(await self._pin(prompt, tenant, body.ttl))
+        return json_response(await self._pin(prompt, tenant, body.ttl))
 
     async def _pin(self, prompt: Prompt, tenant: Tenant, ttl: int | None) -> PinReply:
         pin = await self.service.pin(prompt.tokens, tenant, prompt.public, ttl)
@@ -269,7 +269,7 @@ class _Routes:
                 engine.pins.drop(pin)
             return pin is not None
 
-        return _json(UnpinReply(id=body.id, unpinned=await self.service.ask_engine(unpin)))
+        return json_response(UnpinReply(id=body.id, unpinned=await self.service.ask_engine(unpin)))
 
     # ---- state
 
@@ -277,16 +277,16 @@ class _Routes:
         """Whether the process lives, and its engine with it."""
         if self.service.state == "ready" and not self.service.loop.alive:
             raise HTTPException(503, "the engine has stopped; restart the server")
-        return _json(Health(status="ok"))
+        return json_response(Health(status="ok"))
 
     async def ready(self) -> Response:
         """Whether it answers: the model is loaded and the pool is warm."""
         state = self.service.state if self.service.state != "ready" or self.service.loop.alive else "failed"
-        return Response(encode(Ready(status=state)), 200 if state == "ready" else 503, media_type="application/json")
+        return json_response(Ready(status=state), 200 if state == "ready" else 503)
 
     async def version(self) -> Response:
         """Pando's version."""
-        return _json(Version(version=__version__))
+        return json_response(Version(version=__version__))
 
     async def metrics(self) -> Response:
         """For Prometheus."""
@@ -336,10 +336,6 @@ def _printable(session: str | None) -> str | None:
     return session
 
 
-def _json(reply: Mapping[str, Any]) -> Response:
-    return Response(encode(reply), media_type="application/json")
-
-
 def _methods(app: FastAPI, path: str) -> list[str]:
     """What this path may be asked with: a path may have several routes, of which the framework names one."""
     found = {method for route in app.routes if isinstance(route, Route) and route.path_regex.match(path) for method in route.methods or ()}
@@ -351,7 +347,7 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Response:
         service.metrics.refused(status)
-        return Response(encode(failure(status, message, param, code)), status, headers, "application/json")
+        return json_response(failure(status, message, param, code), status, headers)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -383,7 +379,7 @@ def _add_failures(app: FastAPI, service: Service) -> None:
             most = service.facts["max_model_len"]
             message = f"the request exceeds the available context size, and the maximum context length is {most} tokens: {message}"
         body = in_markup(status, error, code) if isinstance(error, MarkupError) else failure(status, message, code=code)
-        return Response(encode(body), status, headers, "application/json")
+        return json_response(body, status, headers)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
