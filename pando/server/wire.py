@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, Tag, model_validator
 
+from ..config import TruncationChoice
 from ..engine.request import MAX_LOGPROBS, MAX_N, MIN_REPETITION_PENALTY, SamplingParams
 from .formats import CONSTRAINTS, ResponseFormat, StructuredOutputs
 from .limits import (
@@ -120,7 +121,7 @@ class Sampling(Steering):
     repair: Annotated[Real, Field(ge=0, le=1)] | None = Field(
         None, description="The share of module tokens that are computed again, where a prompt is in PML; by default as its schema says."
     )
-    truncation: Literal["auto", "disabled"] | None = Field(
+    truncation: TruncationChoice | None = Field(
         None, description="auto drops the oldest part of a prompt that does not fit; by default as the session's last request that said it."
     )
     user: User | None = Field(None, description="The client's own user; noted in the log.")
