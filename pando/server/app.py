@@ -26,6 +26,7 @@ from .exchange import Exchange, gone, unless_gone
 from .failures import FailureBody, Stopped, failure, from_validation, in_markup
 from .gate import Gate
 from .journal import Journal
+from .limits import MAX_NAME_CHARS
 from .prompts import Asked, Prompt
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, json_response, text_id
 from .responses import ResponseAnswers, ResponseReply, response_id
@@ -48,7 +49,7 @@ from .views import (
     UnpinReply,
     Version,
     WarmReply,
-    model_list,
+    model_card,
 )
 from .wire import ChatBody, CompletionBody, DetokenizeBody, PinBody, TokenizeBody, UnpinBody, WarmBody
 
@@ -203,12 +204,15 @@ class _Routes:
     async def models(self) -> Response:
         """The one model that is served."""
         self.service.check_ready()
-        return json_response(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"]))
+        return json_response(ModelList(object="list", data=[self._card()]))
 
     async def model(self, model: str) -> Response:
         """One model."""
         self._check(model)
-        return json_response(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"])["data"][0])
+        return json_response(self._card())
+
+    def _card(self) -> ModelCard:
+        return model_card(self.service.name, self.service.created, self.service.facts["max_model_len"])
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """The tokens of a text, or of a conversation as the chat template writes it."""
@@ -331,8 +335,8 @@ def _printable(session: str | None) -> str | None:
         return None
     with suppress(UnicodeError):  # clients write UTF-8; as the protocol has it, it was read as Latin-1
         session = session.encode("latin-1").decode()
-    if len(session) > 256 or not session.isprintable():
-        raise HTTPException(400, "the header x-session-id must have at most 256 characters, all of them printable")
+    if len(session) > MAX_NAME_CHARS or not session.isprintable():
+        raise HTTPException(400, f"the header x-session-id must have at most {MAX_NAME_CHARS} characters, all of them printable")
     return session
 
 
