@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     above_zero(arguments, "tokens")
     repairs, encodes = _repairs(arguments.repair), _encodes(arguments.encode)
-    schema = _read(arguments.file)
+    schema = parse(_text(arguments.file), str(arguments.file))
     prompts = [parse(text, str(arguments.prompts)) for text in split(_text(arguments.prompts))]
     if not prompts:
         raise InvalidPrompt(f"{arguments.prompts} holds no prompt; each begins on a line that starts with <prompt")
@@ -183,10 +183,6 @@ def _encodes(text: str | None) -> tuple[Encode | None, ...]:
     if len(found) != len(text.split(",")):
         raise InvalidOption(f"--encode {text}: it takes {', '.join(ENCODES)}, separated by commas")
     return found
-
-
-def _read(file: Path) -> Element:
-    return parse(_text(file), str(file))
 
 
 def _text(file: Path) -> str:
