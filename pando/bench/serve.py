@@ -102,7 +102,8 @@ def _keep(options: Options, facts: Facts, runs: Sequence[Run]) -> None:
         if options.plot:
             plot.draw(runs, f"{facts['model']}, {facts['workload']}", options.plot)
     except OSError as error:
-        raise InvalidOption(f"{error.filename}: cannot be written ({error.strerror}); the table above is all there is") from error
+        file = error.filename or "a file"  # it was opened, and then there was no space
+        raise InvalidOption(f"{file}: cannot be written ({error.strerror}); the table above is all there is") from error
 
 
 def _described(work: Workload) -> str:
