@@ -9,6 +9,7 @@ from random import Random
 from typing import Literal
 
 from ..errors import InvalidOption
+from .options import text_of
 
 Kind = Literal["shared-prefix", "multi-turn", "lengths"]
 Lengths = tuple[int, int]  # prompt tokens, answer tokens
@@ -81,10 +82,7 @@ class Source:
 def source(text: Path | None) -> Source:
     if text is None:
         return Source(VOCABULARY.split(), running=False)
-    try:
-        words = text.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"{text}: cannot be read as text ({error}); give a UTF-8 file") from error
+    words = text_of(text).split()
     if not words:
         raise InvalidOption(f"{text}: holds no words; give a text to cut prompts from")
     return Source(words, running=True)
