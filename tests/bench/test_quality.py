@@ -80,7 +80,8 @@ def test_the_distance_is_what_the_formulas_say(judge: Judge) -> None:
 
 
 def _next(judge: Judge, runs: tuple[Run, ...]) -> torch.Tensor:
-    _, logits = judge._run(Request(f"{runs[-1].end}", runs[-1].tokens, greedy(1), runs=runs[:-1]))
+    judge.engine.add(Request(f"{runs[-1].end}", runs[-1].tokens, greedy(1), runs=runs[:-1]))
+    _, logits = judge.engine.drain()
     return logits[-1]
 
 
