@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from pathlib import Path
 
 from .config import UNITS, EngineConfig
 from .errors import InvalidOption, counted
@@ -17,7 +16,7 @@ from .kv.segment import Key
 from .model.shelf import Shelf
 from .server.tenants import Tenants
 from .store.fileformat import VERSION, Header
-from .store.folder import Folder
+from .store.folder import Folder, directory_at
 from .store.index import Entry, Kind
 from .store.redis_server import RedisServer
 from .store.remote import directory_of
@@ -43,7 +42,7 @@ class Chain:
 
 def cache(arguments: argparse.Namespace, config: EngineConfig, out: Out = print, now: float | None = None) -> int:
     """Carries out one command; its exit code."""
-    directory = Path(config.disk_dir).expanduser() if config.disk_dir is not None else Shelf.of_user().store
+    directory = directory_at(config.disk_dir) if config.disk_dir is not None else Shelf.of_user().store
     if arguments.remote is not None:
         if arguments.disk_dir is not None:
             raise InvalidOption("--disk-dir and --remote are different places; give only one of them")
