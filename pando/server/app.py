@@ -1,7 +1,7 @@
 """The routes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from .failures import FailureBody, Stopped, failure, from_validation, in_markup
 from .gate import Gate
 from .journal import Journal
 from .limits import MAX_NAME_CHARS
-from .prompts import Asked, Prompt
+from .prompts import Asked, Prompt, Prompts
 from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, json_response, text_id
 from .responses import ResponseAnswers, ResponseReply, response_id
 from .responses_wire import ResponsesBody
@@ -52,6 +52,8 @@ from .views import (
     model_card,
 )
 from .wire import ChatBody, CompletionBody, DetokenizeBody, PinBody, TokenizeBody, UnpinBody, WarmBody
+
+AnyBody = ChatBody | CompletionBody | ResponsesBody  # that is answered
 
 MAX_SEGMENTS = 1000  # that one view of the cache lists
 REASONS = {
@@ -138,58 +140,30 @@ class _Routes:
 
     async def chat(self, request: Request, body: ChatBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
         """Answers a conversation."""
-        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
-        self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.chat(body, tenant, session))
-        envelope = Envelope(chat_id(), int(time.time()), self.service.name, body.include_usage)
-        return await self._answer(request, "chat", body, asked, envelope, tenant, session)
+        return await self._answer(request, body, x_session_id)
 
     async def complete(self, request: Request, body: CompletionBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
         """Goes on after a prompt, or after each of several."""
-        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
-        self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.completion(body, tenant, session))
-        envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
-        return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
+        return await self._answer(request, body, x_session_id)
 
     async def respond(self, request: Request, body: ResponsesBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
         """Answers a conversation, in the form of OpenAI's Responses API. Nothing of it is stored."""
-        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
-        self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.chat(body.chat, tenant, session))
-        envelope = Envelope(response_id(), int(time.time()), self.service.name)
-        return await self._answer(request, "chat", body, asked, envelope, tenant, session)
+        return await self._answer(request, body, x_session_id)
 
-    async def _answer(
-        self,
-        request: Request,
-        operation: Operation,
-        body: ChatBody | CompletionBody | ResponsesBody,
-        asked: Asked,
-        envelope: Envelope,
-        tenant: Tenant,
-        session: str | None,
-    ) -> Response:
+    async def _answer(self, request: Request, body: AnyBody, in_header: str | None) -> Response:
         service, name = self.service, request.state.request_id
+        tenant, session = self._who(request, body.cache_salt), body.session or _printable(in_header)
+        self._check(body.model)
+        asked = await service.prepare(lambda prompts: _asked(prompts, body, tenant, session))
         echoed = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
         echoes = await service.beside(lambda: service.prompts.texts(echoed)) if echoed else []
         ticket = await service.open(name, asked, tenant)
         ticket.arrived = request.state.arrived  # before it was parsed and tokenised
-        account = Account(ticket, session, service.metrics)
-        answers: ChatAnswers | TextAnswers | ResponseAnswers
-        if isinstance(body, ResponsesBody):
-            answers = ResponseAnswers(asked, body, envelope, account, service.spell, service.eos)
-        elif isinstance(body, ChatBody):
-            top = body.top_logprobs or 0
-            answers = ChatAnswers(asked, envelope, account, service.spell, service.eos, top=top, tells_tokens=body.return_token_ids)
-        else:
-            spell, ends, special = service.spell, service.eos, service.special
-            tells = body.return_token_ids
-            answers = TextAnswers(asked, envelope, account, spell, ends, special=special, echoes=echoes, tells_tokens=tells)
+        operation: Operation = "text_completion" if isinstance(body, CompletionBody) else "chat"
         exchange = Exchange(
             service,
             ticket,
-            answers,
+            self._answers(body, asked, Account(ticket, session, service.metrics), echoes),
             tenant=tenant,
             session=session,
             ttl=body.ttl,
@@ -198,6 +172,17 @@ class _Routes:
             about={"request_id": name, "path": request.scope["path"], "stream": body.stream, "n": asked.params.n, "user": body.user},
         )
         return exchange.stream() if body.stream else await exchange.whole(request)
+
+    def _answers(self, body: AnyBody, asked: Asked, account: Account, echoes: Sequence[str]) -> ChatAnswers | TextAnswers | ResponseAnswers:
+        name, spell, ends, now = self.service.name, self.service.spell, self.service.eos, int(time.time())
+        if isinstance(body, ResponsesBody):
+            return ResponseAnswers(asked, body, Envelope(response_id(), now, name), account, spell, ends)
+        tells = body.return_token_ids
+        if isinstance(body, ChatBody):
+            envelope = Envelope(chat_id(), now, name, body.include_usage)
+            return ChatAnswers(asked, envelope, account, spell, ends, top=body.top_logprobs or 0, tells_tokens=tells)
+        envelope, special = Envelope(text_id(), now, name, body.include_usage), self.service.special
+        return TextAnswers(asked, envelope, account, spell, ends, special=special, echoes=echoes, tells_tokens=tells)
 
     # ---- models and tokens
 
@@ -306,6 +291,12 @@ class _Routes:
         self.service.check_ready()
         if model is not None and model != self.service.name:
             raise UnknownModel(f"the model {model[:80]!r} is not served here; {self.service.name!r} is")
+
+
+def _asked(prompts: Prompts, body: AnyBody, tenant: Tenant, session: str | None) -> Asked:
+    if isinstance(body, CompletionBody):
+        return prompts.completion(body, tenant, session)
+    return prompts.chat(body.chat if isinstance(body, ResponsesBody) else body, tenant, session)
 
 
 def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
