@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
+from ..engine.engine import Engine
 from ..engine.request import Tenant
 from ..errors import InputError, MarkupError, PandoError, PromptTooLong, QuotaExceeded, SchemaExists
 from .account import Account
@@ -252,7 +253,7 @@ class _Routes:
         """Lets go of what was pinned; it stays cached until its pages are needed."""
         owner = request.state.owner
 
-        def unpin(engine: Any) -> bool:
+        def unpin(engine: Engine) -> bool:
             pin = engine.pins.get(body.id, owner)
             if pin is not None:
                 engine.pins.drop(pin)
@@ -299,7 +300,7 @@ def _asked(prompts: Prompts, body: AnyBody, tenant: Tenant, session: str | None)
     return prompts.chat(body.chat if isinstance(body, ResponsesBody) else body, tenant, session)
 
 
-def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
+def _segments(engine: Engine, owner: bytes) -> tuple[list[SegmentView], bool]:
     now, stems, pins = engine.scheduler.clock(), engine.segments(owner), engine.pins.ends()
     views: list[SegmentView] = []
     for stem, readers in stems[:MAX_SEGMENTS]:

@@ -255,7 +255,7 @@ class ResponsesBody(Sampling):
 
 def _add(said: list[Plain], items: Iterable[MessageItem | CallItem | CallOutputItem | ReasoningItem]) -> None:
     """Calls in a row, and the assistant's words before them, are one message, as chat templates expect."""
-    before: Any = None
+    before: object = None
     for item in items:
         if isinstance(item, ReasoningItem):
             continue
