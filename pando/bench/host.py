@@ -53,7 +53,7 @@ def vitals(pid: int) -> Vitals:
 
 @contextmanager
 def chosen(model: str, random_weights: bool) -> Iterator[tuple[str, list[str]]]:
-    """The model to serve, and the options that it needs: one with random weights has no chat template."""
+    """The model, and the options that a server of it needs: one with random weights has no chat template."""
     if not random_weights:
         yield model, []
         return
