@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from pathlib import Path
 
 from .config import UNITS, EngineConfig
 from .errors import InvalidOption, counted
@@ -17,8 +16,8 @@ from .kv.segment import Key
 from .model.shelf import Shelf
 from .server.tenants import Tenants
 from .store.fileformat import VERSION, Header
-from .store.folder import Folder
-from .store.index import Entry
+from .store.folder import Folder, directory_at
+from .store.index import Entry, Kind
 from .store.redis_server import RedisServer
 from .store.remote import directory_of
 from .store.sought import end_parent
@@ -43,7 +42,7 @@ class Chain:
 
 def cache(arguments: argparse.Namespace, config: EngineConfig, out: Out = print, now: float | None = None) -> int:
     """Carries out one command; its exit code."""
-    directory = Path(config.disk_dir).expanduser() if config.disk_dir is not None else Shelf.of_user().store
+    directory = directory_at(config.disk_dir) if config.disk_dir is not None else Shelf.of_user().store
     if arguments.remote is not None:
         if arguments.disk_dir is not None:
             raise InvalidOption("--disk-dir and --remote are different places; give only one of them")
@@ -92,20 +91,27 @@ def _stat(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, n
     for entry in entries:
         by_kind[entry.shape] += entry.size
         by_tenant[entry.tenant] += entry.size
+    shares, shown = _shares([(kinds[name], size) for name, size in by_kind.most_common()], by_tenant)
     told: dict[str, object] = {
         "pages": len(entries),
         "bytes": sum(by_kind.values()),
         "pinned_bytes": sum(entry.size for entry in entries if entry.pinned),
         "oldest": max((now - entry.born for entry in entries), default=0.0),
         "unused": max((now - entry.used for entry in entries), default=0.0),
-        "shapes": [{**asdict(kinds[kind]), "model": kinds[kind].model.hex(), "bytes": size} for kind, size in by_kind.most_common()],
+        **shares,
+    }
+    return 0, told, [f"{folder.root.parent}: {_summary(entries)}", *(shown if entries else ())]
+
+
+def _shares(kinds: Sequence[tuple[Kind | Shape, int]], by_tenant: "Counter[bytes]") -> tuple[dict[str, object], list[str]]:
+    """The bytes of each kind of page, and of each tenant: as facts, and as they are shown."""
+    facts: dict[str, object] = {
+        "shapes": [{**asdict(kind), "model": kind.model.hex(), "bytes": size} for kind, size in kinds],
         "tenants": {tenant.hex(): size for tenant, size in by_tenant.most_common()},
     }
-    rows = [
-        [kinds[kind].model.hex()[:SHOWN], kinds[kind].dtype, kinds[kind].codec, str(kinds[kind].page_size), size_of(size)]
-        for kind, size in by_kind.most_common()
-    ]
-    return 0, told, [f"{folder.root.parent}: {_summary(entries)}", *(_shown(rows, by_tenant) if entries else ())]
+    rows = [[kind.model.hex()[:SHOWN], kind.dtype, kind.codec, str(kind.page_size), size_of(size)] for kind, size in kinds]
+    whose = [[tenant.hex()[:SHOWN], size_of(size)] for tenant, size in by_tenant.most_common()]
+    return facts, ["", *_table(["model", "type", "codec", "tokens in a page", "size"], rows), "", *_table(["tenant", "size"], whose)]
 
 
 def _verify(folder: Folder, arguments: argparse.Namespace, config: EngineConfig, now: float) -> Told:
@@ -211,14 +217,9 @@ def _stat_server(server: RedisServer) -> tuple[dict[str, object], Sequence[str]]
             by_kind[header.shape] += size
             by_tenant[header.card.tenant] += size
     total = sum(by_kind.values())
-    told: dict[str, object] = {
-        **{"pages": pages, "bytes": total, "bad": bad},
-        "shapes": [{**asdict(kind), "model": kind.model.hex(), "bytes": size} for kind, size in by_kind.most_common()],
-        "tenants": {tenant.hex(): size for tenant, size in by_tenant.most_common()},
-    }
-    rows = [[kind.model.hex()[:SHOWN], kind.dtype, kind.codec, str(kind.page_size), size_of(size)] for kind, size in by_kind.most_common()]
+    shares, shown = _shares(by_kind.most_common(), by_tenant)
     said = f"{server.place}: {counted(pages, 'page')}, {size_of(total)}" + (f", {bad} of them damaged" if bad else "")
-    return told, [said, *(_shown(rows, by_tenant) if pages > bad else ())]
+    return {"pages": pages, "bytes": total, "bad": bad, **shares}, [said, *(shown if pages > bad else ())]
 
 
 def _purge_server(server: RedisServer, arguments: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, object], Sequence[str]]:
@@ -240,11 +241,6 @@ def _purge_server(server: RedisServer, arguments: argparse.Namespace, config: En
 
     pages, size = server.remove(chosen)
     return {"pages": pages, "bytes": size}, [f"removed {counted(pages, 'page')}, {size_of(size)}"]
-
-
-def _shown(rows: Sequence[Sequence[str]], by_tenant: "Counter[bytes]") -> list[str]:
-    whose = [[tenant.hex()[:SHOWN], size_of(size)] for tenant, size in by_tenant.most_common()]
-    return ["", *_table(["model", "type", "codec", "tokens in a page", "size"], rows), "", *_table(["tenant", "size"], whose)]
 
 
 # ---- chains

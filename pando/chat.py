@@ -220,17 +220,22 @@ def chat(llm: "LLM", name: str, sampling: SamplingParams, system: str) -> None:
         converse(conversation, input)
 
 
-def history_file() -> Path:
+def history_file() -> Path | None:
+    """None: this user has no home."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "pando" / "history"
+    with contextlib.suppress(RuntimeError):
+        return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "pando" / "history"
+    return None
 
 
 @contextlib.contextmanager
-def remembered_lines(file: Path) -> Iterator[None]:
+def remembered_lines(file: Path | None) -> Iterator[None]:
     """Line editing with a history that outlives the process, readable by its owner alone; without readline or a writable home, none."""
     try:
         import readline
     except ImportError:
+        file = None
+    if file is None:
         yield
         return
     with contextlib.suppress(OSError):

@@ -1,6 +1,5 @@
 """`pando schema`: what a schema and a prompt come to with a model's tokenizer. No weights are loaded."""
 
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -112,11 +111,12 @@ def _token_bytes(config: EngineConfig, files: ModelFiles) -> tuple[str, int]:
     """In which type keys and values are held here, and what those of one token take."""
     from torch import float8_e4m3fn
 
+    from .kv.pool import PagePool
     from .model.load import choose_device, choose_dtype
 
     facts = ModelConfig.from_file(files.config)
     dtype = float8_e4m3fn if config.kv_dtype == "fp8" else choose_dtype(config.dtype, choose_device(config.device))
-    return str(dtype).removeprefix("torch."), math.prod((2, facts.layers, facts.kv_heads, facts.head_dim, dtype.itemsize))
+    return str(dtype).removeprefix("torch."), PagePool.page_bytes(1, facts.layers, facts.kv_heads, facts.head_dim, dtype)
 
 
 def read_pml(file: Path) -> bytes:

@@ -363,6 +363,8 @@ def test_an_index_that_goes_in_a_circle_is_no_endless_list(disk, pando):
         (["ls", "extra"], "unknown argument"),
         (["dance"], "invalid choice"),
         (["ls", "--disk-dir", "/nowhere/at/all"], "nothing is kept in /nowhere/at/all"),
+        (["ls", "--disk-dir", "~nobody-at-all/store"], "~nobody-at-all/store begins with a home folder that there is not"),
+        (["ls", "--remote", "~nobody-at-all/store"], "~nobody-at-all/store begins with a home folder that there is not"),
     ],
 )
 def test_a_command_that_cannot_be_is_explained(disk, pando, words, complaint):

@@ -730,6 +730,16 @@ def test_a_home_that_cannot_be_written_costs_only_the_history(tmp_path):
         pass
 
 
+def test_nor_does_it_cost_more_that_there_is_no_home(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(chat.Path, "home", homeless)
+    with chat.remembered_lines(chat.history_file()):
+        pass
+
+
 # --- options -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ..errors import InvalidOption
-from ..flags import Parser
+from ..flags import Parser, written_file
 from .client import Endpoint, Target
 from .options import SUFFIXES, number, picture, whole
 from .traffic import MAX_REQUESTS, Kind, Source, Workload, read_lengths, source
@@ -43,8 +43,6 @@ def check(given: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         expected = requests if requests is not None else rate * given.duration
         if expected > MAX_REQUESTS:
             raise InvalidOption(f"{expected:g} requests at a rate of {rate:g}, and {MAX_REQUESTS} are the most; give --requests")
-    if given.json and not given.json.absolute().parent.is_dir():
-        raise InvalidOption(f"{given.json}: there is no folder {given.json.absolute().parent}; make it, or write elsewhere")
     return Options(
         target=_target(given, environ),
         workload=_workload(given, requests),
@@ -170,5 +168,5 @@ def _add_workload(to: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(to: argparse._ArgumentGroup) -> None:
-    to.add_argument("--json", type=Path, metavar="FILE", help="write the facts, the statistics and every request")
+    to.add_argument("--json", type=written_file, metavar="FILE", help="write the facts, the statistics and every request")
     to.add_argument("--plot", type=picture, metavar="FILE", help=f"draw a picture; the name ends in {', '.join(SUFFIXES)}")

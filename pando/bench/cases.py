@@ -12,6 +12,7 @@ import torch
 from ..engine.llm import LLM
 from ..engine.request import Request, RequestOutput, SamplingParams
 from ..errors import InvalidOption
+from ..kv.segment import shared_length
 from ..model.hub import resolve
 from .baseline import Baseline, usable
 from .measure import Result, Samples, at_most, compared, counted, interleave, paired, passing, worthwhile
@@ -310,7 +311,7 @@ def _equality(case: str, outputs: Sequence[RequestOutput], expected: Sequence[li
 
 
 def _parting(prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], reference: Baseline) -> str:
-    common = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    common = shared_length(ours, theirs)
     if common == min(len(ours), len(theirs)):
         return f"the first to differ ends after {len(ours)} tokens instead of {len(theirs)}"
     logits = reference.logits([*prompt, *theirs[:common]])[-1]

@@ -118,8 +118,9 @@ def _request(file: Path, number: int, line: str) -> Conversation:
     try:
         facts: dict[str, Any] = json.loads(line)
         arrival, prompt, answer, ids = (facts[name] for name in ("timestamp", "input_length", "output_length", "hash_ids"))
-        sound = all(type(value) is int and value >= 0 for value in (arrival, prompt, answer, *ids)) and len(ids) == -(-prompt // PAGE)
-    except (ValueError, KeyError, TypeError):
+        numbers = (arrival, prompt, answer, *ids)
+        sound = all(type(value) is int and 0 <= value < 2**64 for value in numbers) and len(ids) == -(-prompt // PAGE)
+    except (ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound or not prompt:
         wanted = "timestamp, input_length, output_length and hash_ids, one for each 512 tokens of input"

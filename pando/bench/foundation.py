@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +10,8 @@ from pathlib import Path
 from ..errors import InvalidOption
 from ..flags import Parser, written_file
 from . import PARTS, cases
-from .baseline import quiet, write_random_model
+from .baseline import quiet
+from .host import chosen
 from .measure import Result, finish, machine, show, told
 from .options import above_zero, cores
 from .subject import add_name
@@ -38,10 +38,7 @@ def main(argv: Sequence[str]) -> int:
         raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")
     quiet()
     with ExitStack() as stack:
-        model = arguments.model
-        if arguments.random_weights:
-            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-bench-"))
-            write_random_model(Path(model))
+        model, _ = stack.enter_context(chosen(arguments.model, arguments.random_weights))
         setting = cases.prepare(model, gather(arguments.text, arguments.data, os.environ), _size(arguments), arguments.threads)
         facts = machine(" ".join(["pando bench", *argv]))
         facts |= {"model": "random weights" if arguments.random_weights else model} | setting.facts()

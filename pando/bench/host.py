@@ -53,7 +53,7 @@ def vitals(pid: int) -> Vitals:
 
 @contextmanager
 def chosen(model: str, random_weights: bool) -> Iterator[tuple[str, list[str]]]:
-    """The model to serve, and the options that it needs: one with random weights has no chat template."""
+    """The model, and the options that a server of it needs: one with random weights has no chat template."""
     if not random_weights:
         yield model, []
         return
@@ -66,23 +66,24 @@ def chosen(model: str, random_weights: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 @contextmanager
-def hosted(model: str, options: Sequence[str], environ: Mapping[str, str], folder: Path) -> Iterator[Site]:
-    """Starts it on a free port, waits until it answers, and stops it at the end. Its log is a file in `folder`."""
-    log = folder / "server.log"
+def hosted(model: str, options: Sequence[str], environ: Mapping[str, str]) -> Iterator[Site]:
+    """Starts it on a free port, waits until it answers, and stops it at the end; its log is there as long."""
     command = [sys.executable, "-m", "pando", "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
-    with log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **environ}, text=True)
-    try:
-        yield Site(_address(process, log), process.pid, log)
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with TemporaryDirectory(prefix="pando-bench-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **environ}, text=True)
         try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout:
-            process.stdout.close()
+            yield Site(_address(process, log), process.pid, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout:
+                process.stdout.close()
 
 
 def _address(process: "subprocess.Popen[str]", log: Path) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.request import Request, SamplingParams
+from ..engine.request import Request, SamplingParams, TokenEvent
 from ..engine.row import Row, Schedule
 from ..engine.sampler import Choices
 from ..kv.run import Origin, Run
@@ -32,7 +32,7 @@ class Reference:
     @property
     def distance(self) -> "Distance":
         """From itself."""
-        return Distance(len(self.answer), 0.0, len(self.answer), _surprise(self.scores, self.answer))
+        return Distance(len(self.answer), 0.0, len(self.answer), surprise_of(self.scores, self.answer))
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,13 @@ class Listener(Engine):
             self.heard.append(logits.to(torch.float32, copy=True))
         return super()._sample(schedule, logits)
 
+    def drain(self) -> tuple[list[TokenEvent], Tensor]:
+        """Does whatever there is to do; its tokens, and all logits that came with it [N, V]."""
+        self.heard, events = [], list[TokenEvent]()
+        while self.has_work:
+            events += self.step()
+        return events, torch.cat(self.heard)
+
 
 class Judge:
     """One prompt at a time, through an engine like any other; what one computes of a module, the next one reuses."""
@@ -89,8 +96,9 @@ class Judge:
 
     def reference(self, runs: Sequence[Run]) -> Reference:
         prompt = tuple(token for run in runs for token in run.tokens)
-        answer, logits = self._run(Request(next(self._ids), prompt, SamplingParams(temperature=0, max_tokens=self._tokens)))
-        return Reference(prompt, tuple(answer), logits.log_softmax(-1))
+        self.engine.add(Request(next(self._ids), prompt, SamplingParams(temperature=0, max_tokens=self._tokens)))
+        events, logits = self.engine.drain()
+        return Reference(prompt, tuple(event.token for event in events), logits.log_softmax(-1))
 
     def distance(self, runs: Sequence[Run], reference: Reference, repair: float = 0.0) -> Distance:
         """Of the prompt that these runs make, some of them repaired."""
@@ -108,13 +116,13 @@ class Judge:
         [row] = self.engine.answers
         row.scored = []  # every token's logits are wanted
         repaired, foreign = row.repaired, _foreign(row, before)
-        _, logits = self._drain()
+        _, logits = self.engine.drain()
         ours, plain = logits[-len(answer) :].log_softmax(-1), reference.scores
         return Distance(
             tokens=len(answer),
             divergence=float((plain.exp() * (plain - ours)).sum()),
             agreed=int((ours.argmax(-1) == plain.argmax(-1)).sum()),
-            surprise=_surprise(ours, answer),
+            surprise=surprise_of(ours, answer),
             repaired=repaired,
             foreign=foreign,
         )
@@ -129,16 +137,6 @@ class Judge:
             place += len(run)
         return self.distance(mended, reference)
 
-    def _run(self, request: Request) -> tuple[list[int], Tensor]:
-        self.engine.add(request)
-        return self._drain()
-
-    def _drain(self) -> tuple[list[int], Tensor]:
-        self.engine.heard, found = [], []
-        while self.engine.has_work:
-            found += [event.token for event in self.engine.step()]
-        return found, torch.cat(self.engine.heard)
-
 
 def _foreign(row: Row, runs: Sequence[Run]) -> int:
     """Tokens of modules; what is computed in place between them is none."""
@@ -147,7 +145,7 @@ def _foreign(row: Row, runs: Sequence[Run]) -> int:
     return sum(len(want.run) for want, run in pairs if run.origin is not None and not want.exact)
 
 
-def _surprise(scores: Tensor, answer: Sequence[int]) -> float:
+def surprise_of(scores: Tensor, answer: Sequence[int]) -> float:
     return -float(scores.gather(1, torch.tensor(answer, device=scores.device)[:, None]).sum())
 
 

@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
+from ..kv.segment import shared_length
 from .host import Vitals
 from .measure import Result
 
 Violation = Literal["wrong answer", "server error", "wrong status", "stuck", "connection broke", "foreign tokens"]
-VIOLATIONS: tuple[Violation, ...] = ("wrong answer", "server error", "wrong status", "stuck", "connection broke", "foreign tokens")
+VIOLATIONS: tuple[Violation, ...] = get_args(Violation)
 HOPELESS = 100  # violations after which going on tells nothing new
 SHOWN = 5  # examples of a violation
 THREADS, FILES = 4, 4  # more than before that are no leak: pools that had not met their largest crowd yet
@@ -31,11 +32,7 @@ class Sent:
         itself, which was noted as `apart_from`."""
         others = self._by_first.get((tenant, prompt[0]), Counter())
         left_out = tuple(apart_from)
-        return max((_equal(prompt, other) for other, times in others.items() if times > (other == left_out)), default=0)
-
-
-def _equal(tokens: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other)))
+        return max((shared_length(prompt, other) for other, times in others.items() if times > (other == left_out)), default=0)
 
 
 @dataclass

@@ -109,5 +109,13 @@ def picture(text: str) -> Path:
     return file
 
 
+def text_of(file: Path) -> str:
+    """Without the mark that some editors begin a file with."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(f"{file}: cannot be read as text ({error}); give a UTF-8 file") from error
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,11 +4,9 @@ import asyncio
 import contextlib
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 
 from ..config import EngineConfig, load
@@ -52,13 +50,12 @@ def main(argv: Sequence[str]) -> int:
     if sizes.tokens < 2:
         raise InvalidOption(f"--tokens is {sizes.tokens}; it must be at least 2")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-overhead-")))
         model, options = stack.enter_context(chosen(arguments.model, arguments.random_weights))
         engine = load({"model": model, "max_num_seqs": sizes.clients, "kv_cache_tokens": sizes.pool}, os.environ, None)
         alike = ["--max-num-seqs", str(engine.max_num_seqs), "--kv-cache-tokens", str(engine.kv_cache_tokens)]
         quiet = ["--log-level", "error", "--disable-log-requests"]
         print("starting the server, and the same engine without one ...", flush=True)
-        site = stack.enter_context(hosted(model, [*alike, *quiet, *options], {}, folder))
+        site = stack.enter_context(hosted(model, [*alike, *quiet, *options], {}))
         facts = machine(" ".join(["pando bench overhead", *argv]))
         facts |= {"model": "random weights" if arguments.random_weights else model, "load before": f"{os.getloadavg()[0]:.1f}"}
         show(facts)

@@ -21,7 +21,7 @@ from ..markup.pml import Element, parse
 from ..model.load import load
 from .judge import Distance, Judge, Reference
 from .measure import columns, write_json
-from .options import above_zero
+from .options import above_zero, text_of
 from .subject import add_device
 
 TOKENS = 32
@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     above_zero(arguments, "tokens")
     repairs, encodes = _repairs(arguments.repair), _encodes(arguments.encode)
-    schema = _read(arguments.file)
-    prompts = [parse(text, str(arguments.prompts)) for text in split(_text(arguments.prompts))]
+    schema = parse(text_of(arguments.file), str(arguments.file))
+    prompts = [parse(text, str(arguments.prompts)) for text in split(text_of(arguments.prompts))]
     if not prompts:
         raise InvalidPrompt(f"{arguments.prompts} holds no prompt; each begins on a line that starts with <prompt")
     config = EngineConfig(model=arguments.model, device=arguments.device, dtype=arguments.dtype, disk_gib=0)
@@ -183,17 +183,6 @@ def _encodes(text: str | None) -> tuple[Encode | None, ...]:
     if len(found) != len(text.split(",")):
         raise InvalidOption(f"--encode {text}: it takes {', '.join(ENCODES)}, separated by commas")
     return found
-
-
-def _read(file: Path) -> Element:
-    return parse(_text(file), str(file))
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"{file} cannot be read: {error}") from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from .arguments import Options, check, parser
 from .client import Client, connect
 from .load import Run, drive
 from .measure import show, today, write_json
+from .options import cores
 from .report import as_json, describe, summarise, sweep
 from .traffic import Source, Workload, conversations
 
@@ -55,7 +56,7 @@ async def _measure(options: Options, facts: Facts, command: str, runs: list[Run]
             "command": command,
             "server": f"{target.url}, version {await probe.version(http, target.url)}",
             "model": target.model,
-            "generator": f"pando {__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}",
+            "generator": f"pando {__version__}, Python {platform.python_version()}, {cores()} cores, {platform.machine()}",
             "workload": _described(options.workload),
             "tokens per word": f"{texts.tokens_per_word:.3g}, {origin}",
             "end of answers": "ignored: as long as asked for" if target.ignore_eos else "the model's own",
@@ -102,7 +103,8 @@ def _keep(options: Options, facts: Facts, runs: Sequence[Run]) -> None:
         if options.plot:
             plot.draw(runs, f"{facts['model']}, {facts['workload']}", options.plot)
     except OSError as error:
-        raise InvalidOption(f"{error.filename}: cannot be written ({error.strerror}); the table above is all there is") from error
+        file = error.filename or "a file"  # it was opened, and then there was no space
+        raise InvalidOption(f"{file}: cannot be written ({error.strerror}); the table above is all there is") from error
 
 
 def _described(work: Workload) -> str:

@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import secrets
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import httpx
 
@@ -40,11 +38,10 @@ def main(argv: Sequence[str]) -> int:
     above_zero(arguments, "minutes", "clients", "timeout")
     keys = {name: secrets.token_urlsafe() for name in (*TENANTS, ALONE)}
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pando-soak-")))
         model, options = stack.enter_context(chosen(arguments.model, arguments.random_weights))
         print("starting the server ...", flush=True)
         environ = {"PANDO_API_KEY": ",".join(keys.values())}
-        site = stack.enter_context(hosted(model, [*SERVER, *options, "--served-model-name", "soak"], environ, folder))
+        site = stack.enter_context(hosted(model, [*SERVER, *options, "--served-model-name", "soak"], environ))
         soak = Soak(
             site, keys, seconds=arguments.minutes * 60, clients=arguments.clients, timeout=arguments.timeout, seed=arguments.seed,
             margin=arguments.margin_mib,

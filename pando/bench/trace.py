@@ -6,7 +6,6 @@ of its machines. With `--engine` a small part of the trace goes through a whole 
 
 import argparse
 import math
-import os
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from ..store.policy import POLICIES
 from .conversations import MOST_TOKENS, PAGE, Conversation, Shape, read, sharegpt
 from .measure import Result, columns, percentile, table, write_json
 from .optimum import optimum
-from .options import SUFFIXES, number, numbers, picture, whole
+from .options import SUFFIXES, cores, number, numbers, picture, whole
 from .replay import Busy, Machine, Outcome, endless, recomputed, replay
 
 GIB, HOUR = 2**30, 3600
@@ -131,8 +130,8 @@ class Case:
 
 
 def _replays(given: argparse.Namespace, machine: Machine) -> Iterator[Line]:
-    """Side by side, as many as there are cores."""
-    cases, jobs = list(_cases(given, machine)), given.jobs or os.cpu_count() or 1
+    """Side by side, as many as there are cores at hand."""
+    cases, jobs = list(_cases(given, machine)), given.jobs or cores()
     if jobs == 1:
         yield from map(played, cases)
         return
@@ -352,7 +351,7 @@ def _parser() -> Parser:
     made.add_argument("--machines", type=whole(1), default=1, metavar="N", help="as one that is so many times as fast (1)")
     made.add_argument("--prefill-rate", type=number(), metavar="R", help="tokens that are computed in a second, of all machines together")
     made.add_argument("--step-ms", type=number(), metavar="MS", help="of a decoding step")
-    made.add_argument("--jobs", type=whole(1), metavar="N", help="replays at the same time (as many as there are cores)")
+    made.add_argument("--jobs", type=whole(1), metavar="N", help="replays at the same time (the cores at hand)")
     made.add_argument("--seed", type=whole(0), default=0, metavar="N", help="(0)")
     made.add_argument("--engine", action="store_true", help="a small part of the trace, through a real engine with random weights")
     made.add_argument("--sessions", type=whole(1), default=60, metavar="N", help="conversations of that part (60)")

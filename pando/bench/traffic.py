@@ -9,6 +9,7 @@ from random import Random
 from typing import Literal
 
 from ..errors import InvalidOption
+from .options import text_of
 
 Kind = Literal["shared-prefix", "multi-turn", "lengths"]
 Lengths = tuple[int, int]  # prompt tokens, answer tokens
@@ -81,10 +82,7 @@ class Source:
 def source(text: Path | None) -> Source:
     if text is None:
         return Source(VOCABULARY.split(), running=False)
-    try:
-        words = text.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"{text}: cannot be read as text ({error}); give a UTF-8 file") from error
+    words = text_of(text).split()
     if not words:
         raise InvalidOption(f"{text}: holds no words; give a text to cut prompts from")
     return Source(words, running=True)
@@ -123,18 +121,18 @@ def _turn(workload: Workload, source: Source, random: Random, number: int) -> Tu
 def read_lengths(file: Path) -> tuple[Lengths, ...]:
     """Two columns of numbers; where there are more, a head must tell which are meant."""
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            rows = [row for row in csv.reader(lines) if row]
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            rows = [(number, row) for number, row in enumerate(csv.reader(lines), 1) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidOption(f"{file}: cannot be read as CSV ({error})") from error
-    headed = bool(rows) and not any(cell.strip().isdigit() for cell in rows[0])
-    columns = _columns(file, rows[0]) if headed else (0, 1)
+    headed = bool(rows) and not any(cell.strip().isdigit() for cell in rows[0][1])
+    columns = _columns(file, rows[0][1]) if headed else (0, 1)
     body = rows[1:] if headed else rows
     if not body:
         raise InvalidOption(f"{file}: holds no lengths; give lines of prompt tokens and answer tokens")
-    if not headed and len(body[0]) != 2:
-        raise InvalidOption(f"{file}: {len(body[0])} columns and no head; give two columns, or a head that names prompt and output")
-    return tuple(_lengths(file, number, row, columns) for number, row in enumerate(body, 1 + headed))
+    if not headed and (count := len(body[0][1])) != 2:
+        raise InvalidOption(f"{file}: {count} columns and no head; give two columns, or a head that names prompt and output")
+    return tuple(_lengths(file, number, row, columns) for number, row in body)
 
 
 def _columns(file: Path, head: Sequence[str]) -> tuple[int, int]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-import torch
-
 from ..config import EngineConfig
 from ..engine.imports import Import, find
 from ..engine.request import Request, Span, Tenant, TokenEvent, Truncation
@@ -25,7 +23,7 @@ from ..flags import Parser, written_file
 from ..kv.run import Origin, Run
 from ..kv.segment import Segment
 from ..model.load import Model, load
-from .judge import Listener
+from .judge import Listener, surprise_of
 from .measure import Result, Samples, at_least, at_most, compared, finish, interleave, show, told
 from .options import above_zero
 from .subject import add_device, facts_of
@@ -95,7 +93,6 @@ class Bench:
         page = min(EngineConfig.page_size, sizes.window // 16)
         config = EngineConfig(max_model_len=sizes.window, kv_cache_tokens=WINDOWS_HELD * sizes.window, page_size=page, disk_gib=0)
         self.engine = Listener(model, config)
-        self.engine.heard = []
         self._ids = map(str, count())
         self._first, self._half = page, sizes.window // 2
 
@@ -133,7 +130,7 @@ class Bench:
 
     def _compute(self, tokens: Sequence[int]) -> None:
         self.engine.add(Request(next(self._ids), tokens, greedy(1)))
-        self._drain()
+        self.engine.drain()
 
     def _surprise(self, prompt: Sequence[int], following: Sequence[int], drop: Span | None = None, *, naive: bool = False) -> float:
         """Of the tokens that follow each of the last tokens of a prompt."""
@@ -142,19 +139,12 @@ class Bench:
         row.scored = []  # every token's logits are wanted
         if naive:
             self._leave_in_place(row)
-        self._drain()
-        logits = torch.cat(self.engine.heard)[-len(following) :]
-        return -float(logits.float().log_softmax(-1).gather(1, torch.tensor(following, device=logits.device)[:, None]).sum())
+        _, logits = self.engine.drain()
+        return surprise_of(logits[-len(following) :].log_softmax(-1), following)
 
     def _leave_in_place(self, row: Row) -> None:
         found = [find(self.engine.tree, want, self.engine.scheduler.clock()) for want in row.wants]
         row.imports = tuple(Unmoved.of(each) for each in found if each is not None)
-
-    def _drain(self) -> list[TokenEvent]:
-        self.engine.heard, events = [], []
-        while self.engine.has_work:
-            events += self.engine.step()
-        return events
 
     # ---- how soon
 
@@ -201,7 +191,7 @@ class Bench:
         if not isinstance(asked, Request):
             asked = Request(next(self._ids), asked, greedy(1), truncation=Truncation())
         self.engine.add(asked)
-        [event] = self._drain()
+        [event], _ = self.engine.drain()
         return event
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import InvalidOption
+from .options import text_of
 
 DATA_VARIABLE = "PANDO_BENCH_DATA"
 STAND_IN = "Python's reference documentation, as no data folder was found"
@@ -33,10 +34,10 @@ def gather(text: Path | None, data: Path | None, environ: Mapping[str, str]) -> 
     if folder is None:
         found = Texts(_reference(), _reference(), _topics(), dict.fromkeys(("prefix", "perplexity", "prompts"), STAND_IN))
     else:
-        book, encyclopedia, dialogues = (_read(folder / name) for name in (BOOK, ENCYCLOPEDIA, DIALOGUES))
+        book, encyclopedia, dialogues = (text_of(folder / name) for name in (BOOK, ENCYCLOPEDIA, DIALOGUES))
         sources = {"prefix": BOOK, "perplexity": ENCYCLOPEDIA, "prompts": DIALOGUES}
         found = Texts(book, encyclopedia, _first_turns(folder / DIALOGUES, dialogues), sources)
-    return replace(found, prose=_read(text), sources=found.sources | {"prefix": text.name}) if text else found
+    return replace(found, prose=text_of(text), sources=found.sources | {"prefix": text.name}) if text else found
 
 
 def _folder(data: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -47,13 +48,6 @@ def _folder(data: Path | None, environ: Mapping[str, str]) -> Path | None:
     if missing:
         raise InvalidOption(f"{named} lacks {', '.join(missing)}; name a folder that has them, or none to use Python's own documentation")
     return named
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"{file}: cannot be read as text ({error}); give a UTF-8 file") from error
 
 
 def _reference() -> str:
@@ -71,7 +65,7 @@ def _topics() -> tuple[str, ...]:
 def _first_turns(file: Path, lines: str) -> tuple[str, ...]:
     """The opening of each dialogue, of a length people type, spread over the file since neighbours are alike."""
     try:
-        turns = [str(json.loads(line)["history"][0]["user"]) for line in lines.splitlines() if line.strip()]
+        turns = [str(json.loads(line)["history"][0]["user"]) for line in lines.split("\n") if line.strip()]
     except (ValueError, LookupError, TypeError) as error:
         raise InvalidOption(
             f"{file}: not dialogues in JSON lines with a history of user turns ({type(error).__name__}: {error})"

@@ -21,7 +21,7 @@ from ..model.shelf import Shelf
 from ..store.codec import codec
 from ..store.disk import DiskTier
 from ..store.fileformat import file_size
-from ..store.folder import try_directory
+from ..store.folder import directory_at, try_directory
 from ..store.host import HostTier
 from ..store.index import Entry
 from ..store.ledger import Ledger, Page
@@ -144,7 +144,7 @@ def _disk_as_it_fits(directory: Path, shape: Shape, file_bytes: int) -> tuple[Di
 
 
 def _directory(config: EngineConfig) -> Path:
-    return Path(config.disk_dir).expanduser() if config.disk_dir is not None else Shelf.of_user().store
+    return directory_at(config.disk_dir) if config.disk_dir is not None else Shelf.of_user().store
 
 
 def _enter(ledger: Ledger, disk: DiskTier, page_bytes: int, now: float) -> None:

@@ -29,13 +29,13 @@ class Shelf:
     @classmethod
     def of_user(cls, *, shown: bool = False) -> "Shelf":
         """PANDO_HOME, or `pando` in the user's cache folder as the XDG rules place it."""
-        if os.environ.get("PANDO_HOME"):
-            return cls(Path(os.environ["PANDO_HOME"]).expanduser(), shown)
         xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
+            if os.environ.get("PANDO_HOME"):
+                return cls(Path(os.environ["PANDO_HOME"]).expanduser(), shown)
             return cls((xdg if xdg.is_absolute() else Path.home() / ".cache") / "pando", shown)
         except RuntimeError as error:
-            raise PandoError("this user has no home folder to keep models in; set PANDO_HOME to a folder") from error
+            raise PandoError("there is no home folder to keep models in; set PANDO_HOME to the whole path of a folder") from error
 
     @property
     def models(self) -> Path:

@@ -15,7 +15,6 @@ from .replies import (
     DONE,
     Around,
     Call,
-    CallDelta,
     ChatChunk,
     ChatCompletion,
     ChatFinish,
@@ -188,7 +187,7 @@ class ChatAnswers(TurnAnswers, Chunks):
             if piece.text:
                 delta["content"] = piece.text
             if piece.calls:
-                delta["tool_calls"] = [_call_delta(each.index, each.id, each.name, each.arguments) for each in piece.calls]
+                delta["tool_calls"] = [{"index": each.index, **call(each.id, each.name, each.arguments)} for each in piece.calls]
             finish = self._reasons[event.index] if event.finish_reason is not None else None
             logprobs = chat_logprobs(scored, self._top, self._spell) if scored else None
             choice = chat_delta(event.index, delta, finish, logprobs, [event.token] if self._tells_tokens else None)
@@ -210,10 +209,6 @@ class ChatAnswers(TurnAnswers, Chunks):
         ]
         prompt = self._asked.prompts[0].tokens if self._tells_tokens else None
         return self._envelope.chat(choices, self.account.usage(), self.account.report(), prompt)
-
-
-def _call_delta(index: int, call_id: str, name: str, arguments: str) -> CallDelta:
-    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class TextAnswers(Chunks):

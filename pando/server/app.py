@@ -1,7 +1,7 @@
 """The routes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
+from ..engine.engine import Engine
 from ..engine.request import Tenant
 from ..errors import InputError, MarkupError, PandoError, PromptTooLong, QuotaExceeded, SchemaExists
 from .account import Account
@@ -26,8 +27,9 @@ from .exchange import Exchange, gone, unless_gone
 from .failures import FailureBody, Stopped, failure, from_validation, in_markup
 from .gate import Gate
 from .journal import Journal
-from .prompts import Asked, Prompt
-from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, encode, text_id
+from .limits import MAX_NAME_CHARS
+from .prompts import Asked, Prompt, Prompts
+from .replies import ChatCompletion, Envelope, PinReply, TextCompletion, chat_id, json_response, text_id
 from .responses import ResponseAnswers, ResponseReply, response_id
 from .responses_wire import ResponsesBody
 from .schema_routes import SchemaRoutes
@@ -48,9 +50,11 @@ from .views import (
     UnpinReply,
     Version,
     WarmReply,
-    model_list,
+    model_card,
 )
 from .wire import ChatBody, CompletionBody, DetokenizeBody, PinBody, TokenizeBody, UnpinBody, WarmBody
+
+AnyBody = ChatBody | CompletionBody | ResponsesBody  # that is answered
 
 MAX_SEGMENTS = 1000  # that one view of the cache lists
 REASONS = {
@@ -138,58 +142,30 @@ class _Routes:
 
     async def chat(self, request: Request, body: ChatBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
         """Answers a conversation."""
-        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
-        self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.chat(body, tenant, session))
-        envelope = Envelope(chat_id(), int(time.time()), self.service.name, body.include_usage)
-        return await self._answer(request, "chat", body, asked, envelope, tenant, session)
+        return await self._answer(request, body, x_session_id)
 
     async def complete(self, request: Request, body: CompletionBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
         """Goes on after a prompt, or after each of several."""
-        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
-        self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.completion(body, tenant, session))
-        envelope = Envelope(text_id(), int(time.time()), self.service.name, body.include_usage)
-        return await self._answer(request, "text_completion", body, asked, envelope, tenant, session)
+        return await self._answer(request, body, x_session_id)
 
     async def respond(self, request: Request, body: ResponsesBody, x_session_id: Annotated[str | None, Header()] = None) -> Response:
         """Answers a conversation, in the form of OpenAI's Responses API. Nothing of it is stored."""
-        tenant, session = self._who(request, body.cache_salt), body.session or _printable(x_session_id)
-        self._check(body.model)
-        asked = await self.service.prepare(lambda prompts: prompts.chat(body.chat, tenant, session))
-        envelope = Envelope(response_id(), int(time.time()), self.service.name)
-        return await self._answer(request, "chat", body, asked, envelope, tenant, session)
+        return await self._answer(request, body, x_session_id)
 
-    async def _answer(
-        self,
-        request: Request,
-        operation: Operation,
-        body: ChatBody | CompletionBody | ResponsesBody,
-        asked: Asked,
-        envelope: Envelope,
-        tenant: Tenant,
-        session: str | None,
-    ) -> Response:
+    async def _answer(self, request: Request, body: AnyBody, in_header: str | None) -> Response:
         service, name = self.service, request.state.request_id
+        tenant, session = self._who(request, body.cache_salt), body.session or _printable(in_header)
+        self._check(body.model)
+        asked = await service.prepare(lambda prompts: _asked(prompts, body, tenant, session))
         echoed = asked.prompts if isinstance(body, CompletionBody) and body.echo else []
         echoes = await service.beside(lambda: service.prompts.texts(echoed)) if echoed else []
         ticket = await service.open(name, asked, tenant)
         ticket.arrived = request.state.arrived  # before it was parsed and tokenised
-        account = Account(ticket, session, service.metrics)
-        answers: ChatAnswers | TextAnswers | ResponseAnswers
-        if isinstance(body, ResponsesBody):
-            answers = ResponseAnswers(asked, body, envelope, account, service.spell, service.eos)
-        elif isinstance(body, ChatBody):
-            top = body.top_logprobs or 0
-            answers = ChatAnswers(asked, envelope, account, service.spell, service.eos, top=top, tells_tokens=body.return_token_ids)
-        else:
-            spell, ends, special = service.spell, service.eos, service.special
-            tells = body.return_token_ids
-            answers = TextAnswers(asked, envelope, account, spell, ends, special=special, echoes=echoes, tells_tokens=tells)
+        operation: Operation = "text_completion" if isinstance(body, CompletionBody) else "chat"
         exchange = Exchange(
             service,
             ticket,
-            answers,
+            self._answers(body, asked, Account(ticket, session, service.metrics), echoes),
             tenant=tenant,
             session=session,
             ttl=body.ttl,
@@ -199,24 +175,38 @@ class _Routes:
         )
         return exchange.stream() if body.stream else await exchange.whole(request)
 
+    def _answers(self, body: AnyBody, asked: Asked, account: Account, echoes: Sequence[str]) -> ChatAnswers | TextAnswers | ResponseAnswers:
+        name, spell, ends, now = self.service.name, self.service.spell, self.service.eos, int(time.time())
+        if isinstance(body, ResponsesBody):
+            return ResponseAnswers(asked, body, Envelope(response_id(), now, name), account, spell, ends)
+        tells = body.return_token_ids
+        if isinstance(body, ChatBody):
+            envelope = Envelope(chat_id(), now, name, body.include_usage)
+            return ChatAnswers(asked, envelope, account, spell, ends, top=body.top_logprobs or 0, tells_tokens=tells)
+        envelope, special = Envelope(text_id(), now, name, body.include_usage), self.service.special
+        return TextAnswers(asked, envelope, account, spell, ends, special=special, echoes=echoes, tells_tokens=tells)
+
     # ---- models and tokens
 
     async def models(self) -> Response:
         """The one model that is served."""
         self.service.check_ready()
-        return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"]))
+        return json_response(ModelList(object="list", data=[self._card()]))
 
     async def model(self, model: str) -> Response:
         """One model."""
         self._check(model)
-        return _json(model_list([self.service.name], self.service.created, self.service.facts["max_model_len"])["data"][0])
+        return json_response(self._card())
+
+    def _card(self) -> ModelCard:
+        return model_card(self.service.name, self.service.created, self.service.facts["max_model_len"])
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """The tokens of a text, or of a conversation as the chat template writes it."""
         owner = request.state.owner
         self._check(body.model)
         tokens = await self.service.prepare(lambda prompts: prompts.tokenize(body, owner))
-        return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
+        return json_response(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.service.facts["max_model_len"]))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of tokens, special ones included."""
@@ -225,7 +215,7 @@ class _Routes:
             raise HTTPException(
                 400, f"{wrong} is not a token of this model; tokens are whole numbers from 0 to {self.service.vocab_size - 1}"
             )
-        return _json(DetokenizeReply(prompt=await self.service.prepare(lambda prompts: prompts.decode(body.tokens))))
+        return json_response(DetokenizeReply(prompt=await self.service.prepare(lambda prompts: prompts.decode(body.tokens))))
 
     # ---- the cache
 
@@ -234,7 +224,7 @@ class _Routes:
         owner, service = request.state.owner, self.service
         (segments, truncated), stats = await service.ask_engine(lambda engine: (_segments(engine, owner), engine.stats()))
         pages = {"size": service.page_size, "total": stats.pages, "in_use": stats.pages_in_use, "cached": stats.pages_cached}
-        return _json({"pages": {**pages, "pinned": stats.pages_pinned}, "segments": segments, "truncated": truncated})
+        return json_response({"pages": {**pages, "pinned": stats.pages_pinned}, "segments": segments, "truncated": truncated})
 
     async def warm(self, request: Request, body: WarmBody) -> Response:
         """Computes a prompt now, so that requests that begin with it need not; with a ttl it is pinned for that long."""
@@ -245,7 +235,7 @@ class _Routes:
         if cached is None:
             return gone()
         pin = await self._pin(prompt, tenant, body.ttl) if body.ttl is not None else None
-        return _json(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached, pin=pin))
+        return json_response(WarmReply(tokens=len(prompt.tokens), cached_tokens=cached, pin=pin))
 
     async def pin(self, request: Request, body: PinBody) -> Response:
         """Computes a prompt if it is not cached, and keeps it until it is unpinned or its ttl is over."""
@@ -254,7 +244,7 @@ class _Routes:
         prompt = await self.service.prepare(lambda prompts: prompts.warm(body, tenant.owner))
         if await unless_gone(request, self.service.compute(request.state.request_id, prompt, tenant)) is None:
             return gone()
-        return _json(await self._pin(prompt, tenant, body.ttl))
+        return json_response(await self._pin(prompt, tenant, body.ttl))
 
     async def _pin(self, prompt: Prompt, tenant: Tenant, ttl: int | None) -> PinReply:
         pin = await self.service.pin(prompt.tokens, tenant, prompt.public, ttl)
@@ -264,13 +254,13 @@ class _Routes:
         """Lets go of what was pinned; it stays cached until its pages are needed."""
         owner = request.state.owner
 
-        def unpin(engine: Any) -> bool:
+        def unpin(engine: Engine) -> bool:
             pin = engine.pins.get(body.id, owner)
             if pin is not None:
                 engine.pins.drop(pin)
             return pin is not None
 
-        return _json(UnpinReply(id=body.id, unpinned=await self.service.ask_engine(unpin)))
+        return json_response(UnpinReply(id=body.id, unpinned=await self.service.ask_engine(unpin)))
 
     # ---- state
 
@@ -278,16 +268,16 @@ class _Routes:
         """Whether the process lives, and its engine with it."""
         if self.service.state == "ready" and not self.service.loop.alive:
             raise HTTPException(503, "the engine has stopped; restart the server")
-        return _json(Health(status="ok"))
+        return json_response(Health(status="ok"))
 
     async def ready(self) -> Response:
         """Whether it answers: the model is loaded and the pool is warm."""
         state = self.service.state if self.service.state != "ready" or self.service.loop.alive else "failed"
-        return Response(encode(Ready(status=state)), 200 if state == "ready" else 503, media_type="application/json")
+        return json_response(Ready(status=state), 200 if state == "ready" else 503)
 
     async def version(self) -> Response:
         """Pando's version."""
-        return _json(Version(version=__version__))
+        return json_response(Version(version=__version__))
 
     async def metrics(self) -> Response:
         """For Prometheus."""
@@ -305,7 +295,13 @@ class _Routes:
             raise UnknownModel(f"the model {model[:80]!r} is not served here; {self.service.name!r} is")
 
 
-def _segments(engine: Any, owner: bytes) -> tuple[list[SegmentView], bool]:
+def _asked(prompts: Prompts, body: AnyBody, tenant: Tenant, session: str | None) -> Asked:
+    if isinstance(body, CompletionBody):
+        return prompts.completion(body, tenant, session)
+    return prompts.chat(body.chat if isinstance(body, ResponsesBody) else body, tenant, session)
+
+
+def _segments(engine: Engine, owner: bytes) -> tuple[list[SegmentView], bool]:
     now, stems, pins = engine.scheduler.clock(), engine.segments(owner), engine.pins.ends()
     views: list[SegmentView] = []
     for stem, readers in stems[:MAX_SEGMENTS]:
@@ -332,13 +328,9 @@ def _printable(session: str | None) -> str | None:
         return None
     with suppress(UnicodeError):  # clients write UTF-8; as the protocol has it, it was read as Latin-1
         session = session.encode("latin-1").decode()
-    if len(session) > 256 or not session.isprintable():
-        raise HTTPException(400, "the header x-session-id must have at most 256 characters, all of them printable")
+    if len(session) > MAX_NAME_CHARS or not session.isprintable():
+        raise HTTPException(400, f"the header x-session-id must have at most {MAX_NAME_CHARS} characters, all of them printable")
     return session
-
-
-def _json(reply: Mapping[str, Any]) -> Response:
-    return Response(encode(reply), media_type="application/json")
 
 
 def _methods(app: FastAPI, path: str) -> list[str]:
@@ -352,7 +344,7 @@ def _add_failures(app: FastAPI, service: Service) -> None:
         status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Response:
         service.metrics.refused(status)
-        return Response(encode(failure(status, message, param, code)), status, headers, "application/json")
+        return json_response(failure(status, message, param, code), status, headers)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -384,7 +376,7 @@ def _add_failures(app: FastAPI, service: Service) -> None:
             most = service.facts["max_model_len"]
             message = f"the request exceeds the available context size, and the maximum context length is {most} tokens: {message}"
         body = in_markup(status, error, code) if isinstance(error, MarkupError) else failure(status, message, code=code)
-        return Response(encode(body), status, headers, "application/json")
+        return json_response(body, status, headers)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

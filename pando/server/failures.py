@@ -15,9 +15,8 @@ TYPES = {  # of a status that has another than most
     408: "timeout_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
-    504: "timeout_error",
 }
-CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: "rate_limit_exceeded", 503: "overloaded", 504: "timeout"}
+CODES = {401: "invalid_api_key", 408: "timeout", 413: "request_too_large", 429: "rate_limit_exceeded", 503: "overloaded"}
 
 MAX_TOLD = 3  # errors in one message
 MAX_MESSAGE_CHARS = 1000

@@ -5,15 +5,14 @@ What sessions say is remembered here, of the latest, and where there is a disk, 
 
 from hashlib import sha256
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
+from ..config import TruncationChoice
 from ..kv.latest import Latest
 from ..store.tier import tenant_tag
 
 if TYPE_CHECKING:
     from ..store.notes import Notes
-
-Choice = Literal["auto", "disabled"]
 
 MAX_SESSIONS = 4096
 FORM = b"session 1"  # of what is noted
@@ -22,12 +21,12 @@ FORM = b"session 1"  # of what is noted
 class Overflow:
     """Every method may be called from any thread."""
 
-    def __init__(self, default: Choice, notes: "Notes | None" = None) -> None:
+    def __init__(self, default: TruncationChoice, notes: "Notes | None" = None) -> None:
         self._default, self._notes = default, notes
-        self._sessions = Latest[tuple[bytes, str], Choice](MAX_SESSIONS)
+        self._sessions = Latest[tuple[bytes, str], TruncationChoice](MAX_SESSIONS)
         self._lock = Lock()
 
-    def allows(self, asked: Choice | None, salt: bytes, session: str | None) -> bool:
+    def allows(self, asked: TruncationChoice | None, salt: bytes, session: str | None) -> bool:
         """Whether a prompt that does not fit may be truncated."""
         if session is None:
             return (asked or self._default) == "auto"
@@ -39,7 +38,7 @@ class Overflow:
             self._remember(salt, session, choice)
         return choice == "auto"
 
-    def _remember(self, salt: bytes, session: str, choice: Choice) -> None:
+    def _remember(self, salt: bytes, session: str, choice: TruncationChoice) -> None:
         with self._lock:
             self._sessions[salt, session] = choice
             self._sessions.move_to_end((salt, session))
@@ -47,11 +46,11 @@ class Overflow:
             key = _key(salt, session)
             self._notes.keep(key, tenant_tag(salt), _sealed(key, choice))
 
-    def _noted(self, salt: bytes, session: str) -> Choice | None:
+    def _noted(self, salt: bytes, session: str) -> TruncationChoice | None:
         """What is on disk may be damaged, or anything: then it is nothing."""
         key = _key(salt, session)
         note = self._notes.find([key]).get(key) if self._notes is not None else None
-        choices: tuple[Choice, ...] = ("auto", "disabled")
+        choices: tuple[TruncationChoice, ...] = get_args(TruncationChoice)
         return next((choice for choice in choices if note == _sealed(key, choice)), None)
 
 
@@ -59,5 +58,5 @@ def _key(salt: bytes, session: str) -> bytes:
     return sha256(FORM + tenant_tag(salt) + session.encode(errors="surrogatepass")).digest()
 
 
-def _sealed(key: bytes, choice: Choice) -> bytes:
+def _sealed(key: bytes, choice: TruncationChoice) -> bytes:
     return sha256(FORM + key + choice.encode()).digest()

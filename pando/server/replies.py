@@ -5,12 +5,13 @@ null where it has no value; `NotRequired` marks those that are left out instead.
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
 from pydantic_core import to_json
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from ..engine.request import How, MissReason, RecomputeReason
@@ -330,6 +331,10 @@ def text_choice(
 
 def encode(reply: object) -> bytes:
     return to_json(reply)
+
+
+def json_response(reply: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(reply), status, headers, "application/json")
 
 
 def in_line(reply: object) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from ..config import TruncationChoice
 from ..engine.request import Call, TokenEvent
 from .account import Account
 from .answers import TurnAnswers
@@ -114,7 +115,7 @@ class ResponseReply(TypedDict):
     tools: list[EchoedTool]
     top_logprobs: int
     top_p: float
-    truncation: Literal["auto", "disabled"]
+    truncation: TruncationChoice
     prompt_cache_key: str | None
     user: str | None
     background: Literal[False]

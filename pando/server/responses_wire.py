@@ -21,12 +21,11 @@ from .limits import (
     Name,
     Notes,
     Plain,
-    TemplateOptions,
     Text,
     one_of,
 )
 from .messages import CalledFunction, Function, Message, Tool, ToolCall
-from .wire import CHOICES, OTHERS, TEMPLATES, ChatBody, ChosenFunction, MessageFormat, Sampling
+from .wire import OTHERS, TEMPLATES, ChatBody, ChosenFunction, MessageFormat, Sampling, TemplateChoices
 
 MAX_INCLUDED = 64
 MAX_LEVELS = 200  # of a schema, which is sent back: JSON of more than 255 is not written
@@ -196,7 +195,7 @@ class ResponsesBody(Sampling):
         [], description=f"{LOGPROBS}: give the logprob of each token of the text.", examples=[[LOGPROBS]]
     )
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Give them, and this many of the likeliest tokens beside each.")
-    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    chat_template_kwargs: TemplateChoices = None
     prompt_format: MessageFormat = "auto"
     metadata: Notes | None = Field(None, description="The client's own notes; sent back.")
 
@@ -256,7 +255,7 @@ class ResponsesBody(Sampling):
 
 def _add(said: list[Plain], items: Iterable[MessageItem | CallItem | CallOutputItem | ReasoningItem]) -> None:
     """Calls in a row, and the assistant's words before them, are one message, as chat templates expect."""
-    before: Any = None
+    before: object = None
     for item in items:
         if isinstance(item, ReasoningItem):
             continue

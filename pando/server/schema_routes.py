@@ -19,7 +19,7 @@ from ..markup.schema import Schema
 from .bodies import whole_body
 from .exchange import gone, unless_gone
 from .limits import MAX_MODULES, Name, Real
-from .replies import encode
+from .replies import json_response
 from .schemas import UnknownSchema
 from .service import Service
 from .tenants import Tenants
@@ -92,7 +92,7 @@ class SchemaRoutes:
         """The schemas of this client's key, and those that the operator registered for everyone."""
         self.service.check_ready()
         found = [self._card(schemas, schema) for schemas, schema in self.service.schemas.each(request.state.owner)]
-        return Response(encode(SchemaList(object="list", data=found)), media_type="application/json")
+        return json_response(SchemaList(object="list", data=found))
 
     async def schema(self, request: Request, name: str, cache_salt: Salt = None) -> Response:
         """One schema: its modules, and what of them is cached."""
@@ -103,7 +103,7 @@ class SchemaRoutes:
         """Forgets a schema. Prompts that are being answered finish; what is cached goes when the room is needed."""
         self.service.check_ready()
         self.service.schemas.remove(request.state.owner, name)
-        return Response(encode(DeletedSchema(name=name, deleted=True)), media_type="application/json")
+        return json_response(DeletedSchema(name=name, deleted=True))
 
     async def _encode(self, schema: Schema, tenant: Tenant) -> bool:
         """Some at a time, so that other requests come in between."""
@@ -138,7 +138,7 @@ class SchemaRoutes:
             "truncated": len(schema.modules) > listed,
             "scaffolds": [{"modules": list(each.paths), "tokens": each.tokens, "bytes": size(each.runs)} for each in schema.scaffolds],
         }
-        return Response(encode(view), media_type="application/json")
+        return json_response(view)
 
     def _card(self, schemas: Schemas, schema: Schema) -> SchemaCard:
         return {

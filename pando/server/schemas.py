@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import RLock
 
 from ..engine.schemas import Schemas
 from ..errors import InputError, InvalidOption, PandoError
@@ -42,6 +43,7 @@ class Holdings:
         self._sizes: dict[tuple[bytes, str], int] = {}  # bytes of PML
         self._held: dict[tuple[bytes, str], int] = {}  # bytes beside it
         self._asked = Counter[tuple[bytes, str]]()  # how often each was registered
+        self._lock = RLock()  # what is counted is what is in the libraries
 
     # ---- the operator's
 
@@ -59,23 +61,26 @@ class Holdings:
             if repair is not None:
                 raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; set repair in your prompts instead")
             return self.common.add(element)
-        is_new = own.library.get(name) is None
-        if is_new:
+        known = own.library.get(name)
+        if known is None:
             self._check_room(owner, len(own.library), len(pml))
         made = own.add(element, repair=repair)
-        if is_new:
-            self._check_held(own, owner, made)
-            self._sizes[owner, made.name], self._held[owner, made.name] = len(pml), made.held
-        self._asked[owner, made.name] += 1
+        with self._lock:
+            if own.library.get(name) is made:  # otherwise it was removed meanwhile
+                if made is not known:
+                    self._check_held(own, owner, made)
+                    self._sizes[owner, name], self._held[owner, name] = len(pml), made.held
+                self._asked[owner, name] += 1
         return made
 
     def undo(self, owner: bytes, made: Schema) -> None:
         """Takes back a registration. With the last of them the schema goes, unless somebody has used it."""
         own, name = self._of(owner), made.name
-        if own.library.get(name) is made:
-            self._asked[owner, name] -= 1
-            if not self._asked[owner, name] and not own.uses(name):
-                self.remove(owner, name)
+        with self._lock:
+            if own.library.get(name) is made:
+                self._asked[owner, name] -= 1
+                if not self._asked[owner, name] and not own.uses(name):
+                    self.remove(owner, name)
 
     def _check_room(self, owner: bytes, count: int, size: int) -> None:
         total = size + _total(self._sizes, owner)
@@ -98,13 +103,14 @@ class Holdings:
 
     def remove(self, owner: bytes, name: str) -> None:
         """Prompts that are being answered finish."""
-        if not self._of(owner).remove(name):
-            if self.common.library.get(name) is not None:
-                raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only the operator can remove it")
-            raise UnknownSchema(name)
-        self._sizes.pop((owner, name), None)
-        self._held.pop((owner, name), None)
-        self._asked.pop((owner, name), None)
+        with self._lock:
+            if not self._of(owner).remove(name):
+                if self.common.library.get(name) is not None:
+                    raise NotYours(f"the schema {name!r} was registered by the operator, for everyone; only the operator can remove it")
+                raise UnknownSchema(name)
+            self._sizes.pop((owner, name), None)
+            self._held.pop((owner, name), None)
+            self._asked.pop((owner, name), None)
 
     def find(self, owner: bytes, name: str) -> tuple[Schemas, Schema]:
         for schemas in (self._of(owner), self.common):

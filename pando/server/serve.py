@@ -203,8 +203,8 @@ def _listen(host: str, port: int) -> socket.socket:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED)
             listener.bind(address)
             listener.listen(BACKLOG)
-        except OSError as error:
-            why = error.strerror or error
+        except (OSError, UnicodeError) as error:
+            why = error.strerror or error if isinstance(error, OSError) else "that cannot be the name of a host"
             raise InvalidOption(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from error
         undone.pop_all()
         return listener

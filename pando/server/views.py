@@ -1,6 +1,5 @@
 """What clients get beside answers: models, tokens, health, and the state of the cache."""
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -132,9 +131,5 @@ class DeletedSchema(TypedDict):
     deleted: Literal[True]
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
-    cards: list[ModelCard] = [
-        {"id": name, "object": "model", "created": created, "owned_by": "pando", "root": name, "max_model_len": max_model_len}
-        for name in names
-    ]
-    return {"object": "list", "data": cards}
+def model_card(name: str, created: int, max_model_len: int) -> ModelCard:
+    return {"id": name, "object": "model", "created": created, "owned_by": "pando", "root": name, "max_model_len": max_model_len}

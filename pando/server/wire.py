@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, Tag, model_validator
 
+from ..config import TruncationChoice
 from ..engine.request import MAX_LOGPROBS, MAX_N, MIN_REPETITION_PENALTY, SamplingParams
 from .formats import CONSTRAINTS, ResponseFormat, StructuredOutputs
 from .limits import (
@@ -38,7 +39,11 @@ from .limits import (
 )
 from .messages import Messages, Tools, conversation, definitions
 
-CHOICES = "Variables of the chat template, such as enable_thinking."
+Served = Annotated[ModelName | None, Field(description="A name from /v1/models; by default the one that is served.")]
+TemplateChoices = Annotated[
+    TemplateOptions | None,
+    Field(description="Variables of the chat template, such as enable_thinking.", examples=[{"enable_thinking": False}]),
+]
 MessageFormat = Annotated[Literal["auto", "text"], Field(description="text: no message is a prompt in PML, whatever it looks like.")]
 
 User = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(printable)]
@@ -75,7 +80,7 @@ class StreamOptions(Body):
 
 
 class Steering(Body):
-    model: ModelName | None = Field(None, description="A name from /v1/models; by default the one that is served.")
+    model: Served = None
     prompt_cache_key: Name | None = Field(None, description="Names the conversation, where no session_id does.")
     session_id: Name | None = Field(None, description="Names the conversation; the header x-session-id does the same.")
     cache_salt: Name | None = Field(None, description="Requests under different salts never share cached context.")
@@ -120,7 +125,7 @@ class Sampling(Steering):
     repair: Annotated[Real, Field(ge=0, le=1)] | None = Field(
         None, description="The share of module tokens that are computed again, where a prompt is in PML; by default as its schema says."
     )
-    truncation: Literal["auto", "disabled"] | None = Field(
+    truncation: TruncationChoice | None = Field(
         None, description="auto drops the oldest part of a prompt that does not fit; by default as the session's last request that said it."
     )
     user: User | None = Field(None, description="The client's own user; noted in the log.")
@@ -212,7 +217,7 @@ class ChatBody(Generation):
     tool_choice: ToolChoice | None = Field(None, description="Whether it may, must, or must not; by default it may.", examples=["auto"])
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
     add_generation_prompt: bool = Field(True, description="Must be true: an answer is always a new message.")
-    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    chat_template_kwargs: TemplateChoices = None
     prompt_format: MessageFormat = "auto"
     metadata: Notes | None = Field(None, description="The client's own notes; accepted without effect.")
 
@@ -293,11 +298,11 @@ class TokenizeBody(Body):
 
     refused: ClassVar[Mapping[str, str]] = TEMPLATES
 
-    model: ModelName | None = Field(None, description="A name from /v1/models; by default the one that is served.")
+    model: Served = None
     prompt: Text | None = Field(None, description="Text.", examples=["Hello"])
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template.")
     tools: Tools | None = Field(None, description="Functions, for the chat template.")
-    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    chat_template_kwargs: TemplateChoices = None
     prompt_format: MessageFormat = "auto"
     add_special_tokens: bool = Field(True, description="Begin a prompt as the model wants it; a chat template does so by itself.")
     add_generation_prompt: bool = Field(True, description="End messages where the assistant's answer begins.")
@@ -309,7 +314,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    model: ModelName | None = Field(None, description="A name from /v1/models; by default the one that is served.")
+    model: Served = None
     tokens: Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)] = Field(description="Token ids.", examples=[[1, 2]])
 
 
@@ -321,7 +326,7 @@ class WarmBody(Steering):
     prompt: TextOrTokens | None = Field(None, description="Text or token ids.", examples=["You are a helpful assistant."])
     messages: Messages | None = Field(None, description="A conversation, rendered by the chat template without a beginning answer.")
     tools: Tools | None = Field(None, description="Functions, for the chat template.")
-    chat_template_kwargs: TemplateOptions | None = Field(None, description=CHOICES, examples=[{"enable_thinking": False}])
+    chat_template_kwargs: TemplateChoices = None
     prompt_format: MessageFormat = "auto"
     ttl: Seconds | None = Field(None, description="How long it is kept.", examples=["30m"])
 

@@ -22,6 +22,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import InvalidOption
 from .fileformat import VERSION, Header, Name
 from .index import Entry, Index
 from .pagefile import PageFile, probe, sweep, write_page
@@ -325,6 +326,14 @@ class Folder:
         if kind not in self._told:
             self._told[kind] = text
             log.warning("%s; further ones like it are not logged", text)
+
+
+def directory_at(path: str) -> Path:
+    """A directory as it is written in an option: `~` is the user's home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InvalidOption(f"{path} begins with a home folder that there is not; write the whole path of a directory") from error
 
 
 def try_directory(directory: Path) -> None:

@@ -14,6 +14,7 @@ from ..errors import InvalidOption
 from ..kv.segment import Key
 from .disk import DiskTier
 from .fileformat import VERSION, Header, expect, header_for, pack, tag
+from .folder import directory_at
 from .redis_server import RedisServer
 from .tier import ENDS, Card, Lost, Shape
 
@@ -28,7 +29,7 @@ def directory_of(url: str) -> Path | None:
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return Path(unquote(parts.path))
     if not parts.scheme and url:
-        return Path(url).expanduser()
+        return directory_at(url)
     raise InvalidOption(f"the remote is of the kind {parts.scheme!r}; write redis://HOST:6379, file:///PATH, or the path of a directory")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pando.bench import quality
 from pando.bench.judge import Distance, Judge
+from pando.bench.options import text_of
 from pando.bench.quality import Way, encoded, report, shown, split
 from pando.engine.request import Request
 from pando.errors import InvalidOption, InvalidPrompt, MarkupError
@@ -79,7 +80,8 @@ def test_the_distance_is_what_the_formulas_say(judge: Judge) -> None:
 
 
 def _next(judge: Judge, runs: tuple[Run, ...]) -> torch.Tensor:
-    _, logits = judge._run(Request(f"{runs[-1].end}", runs[-1].tokens, greedy(1), runs=runs[:-1]))
+    judge.engine.add(Request(f"{runs[-1].end}", runs[-1].tokens, greedy(1), runs=runs[:-1]))
+    _, logits = judge.engine.drain()
     return logits[-1]
 
 
@@ -157,7 +159,7 @@ def test_text_before_the_first_prompt_is_refused() -> None:
 def test_a_file_of_prompts_may_begin_with_the_mark_of_an_editor(tmp_path: Path) -> None:
     file = tmp_path / "p.pml"
     file.write_text("\ufeff" + PROMPTS, encoding="utf-8")
-    assert split(quality._text(file)) == split(PROMPTS)
+    assert split(text_of(file)) == split(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: list[str
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match=r"none\.pml cannot be read"):
+    with pytest.raises(InvalidOption, match=r"none\.pml: cannot be read"):
         quality.main([str(tmp_path / "none.pml"), "--prompts", "x"])
 
 

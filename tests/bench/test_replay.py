@@ -320,7 +320,11 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "7", "{}", '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}', '{"timestamp": -1, "input_length": 1'],
+    [
+        *("", "7", "{}", "[" * 100_000, '{"timestamp": -1, "input_length": 1'),
+        '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [18446744073709551616]}',
+    ],
 )
 def test_a_line_that_is_no_request_is_refused_with_its_number(tmp_path, line: str) -> None:
     file = tmp_path / "trace.jsonl"

@@ -196,10 +196,25 @@ def test_a_time_in_which_nothing_arrives_is_refused(bench: Bench) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named_after_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.file = tmp_path  # a folder
-    with pytest.raises(InvalidOption, match="cannot be written"):
+    (tmp_path / "folder").mkdir()
+    bench.file = tmp_path / "folder" / "out.json"
+
+    def act(number: int, body: Any) -> str:
+        with suppress(FileNotFoundError):
+            bench.file.parent.rmdir()
+        return "answer"
+
+    bench.server.behaviour.act = act
+    with pytest.raises(InvalidOption, match=r"out\.json: cannot be written"):
         bench()
     assert "8 answered" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_where_there_is_no_space_the_table_is_all_there_is(bench: Bench) -> None:
+    bench.file = Path("/dev/full")
+    with pytest.raises(InvalidOption, match=r"^a file: cannot be written \(No space left on device\)"):
+        bench()
 
 
 def test_a_run_that_nobody_answered_is_no_success(server: FakeServer, bench: Bench) -> None:
@@ -339,6 +354,7 @@ def test_a_server_that_refuses_the_first_request_is_not_measured(server: FakeSer
         ("--text nowhere.txt", "nowhere.txt: cannot be read"),
         ("--workload lengths --lengths nowhere.csv", "nowhere.csv: cannot be read"),
         ("--json nowhere/out.json", "no folder"),
+        ("--json .", "is a folder"),
         ("--plot out.bmp", "must end in .svg"),
         ("--rat 3", "unrecognized"),
     ],

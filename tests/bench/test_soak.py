@@ -257,9 +257,9 @@ def test_the_command_starts_a_server_of_its_own_judges_it_and_stops_it(monkeypat
         os.kill(sites[0].pid, 0)
 
 
-def test_a_server_that_does_not_start_is_told_with_its_reason(tmp_path):
+def test_a_server_that_does_not_start_is_told_with_its_reason():
     told = r"ended with status 2 before it was ready: pando: error: .*max_num_seqs"
-    with pytest.raises(InvalidOption, match=told), host.hosted("model", ["--max-num-seqs", "0"], {}, tmp_path):
+    with pytest.raises(InvalidOption, match=told), host.hosted("model", ["--max-num-seqs", "0"], {}):
         pass
 
 

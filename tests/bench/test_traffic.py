@@ -90,6 +90,7 @@ def test_a_cut_of_a_running_text_goes_on_at_its_beginning() -> None:
         ("42,285\n19,82\n", ((42, 285), (19, 82))),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15,374,44\r\n", ((374, 44),)),
         ("output_tokens,prompt_tokens\n\n1,2\n", ((2, 1),)),
+        ("\ufeff42,285\n", ((42, 285),)),
     ],
 )
 def test_a_file_of_lengths_is_read_with_or_without_a_head(text: str, found: object, tmp_path: Path) -> None:
@@ -106,6 +107,7 @@ def test_a_file_of_lengths_is_read_with_or_without_a_head(text: str, found: obje
         ("1,2\n3\n", "line 2"),
         ("1,2\n3,x\n", "line 2"),
         ("prompt,output\n1,0\n", "line 2"),
+        ("prompt,output\n\n1,0\n", "line 3"),
         ("1,2,3\n", "3 columns and no head"),
         ("a,b\n1,2\n", "name one of them prompt"),
         ("prompt,prompt,output\n1,2,3\n", "name one of them prompt"),

@@ -29,6 +29,12 @@ def test_a_named_folder_is_used_and_said(folder: Path) -> None:
     assert texts.sources == {"prefix": BOOK, "perplexity": ENCYCLOPEDIA, "prompts": DIALOGUES}
 
 
+def test_a_dialogue_may_have_what_only_python_takes_for_the_end_of_a_line(folder: Path) -> None:
+    asked = "What is a line?\u2028And what is\x85a page?"
+    (folder / DIALOGUES).write_text(json.dumps({"history": [{"user": asked}]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert gather(None, folder, {}).prompts == (asked,)
+
+
 def test_the_environment_may_name_the_folder(folder: Path) -> None:
     assert gather(None, None, {DATA_VARIABLE: str(folder)}) == gather(None, folder, {})
     assert gather(None, None, {DATA_VARIABLE: ""}) == gather(None, None, {})

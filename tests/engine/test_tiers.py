@@ -10,6 +10,7 @@ import torch
 
 from pando.engine import tiers
 from pando.engine.request import Request
+from pando.errors import InvalidOption
 from pando.kv.segment import Key
 from pando.store.disk import DiskTier
 from pando.store.facts import StoreFacts
@@ -204,6 +205,11 @@ def test_a_directory_that_cannot_be_made_is_told_of(tmp_path: Path, caplog: pyte
     assert engine.store is None
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "cannot be used (Not a directory)" in warning and "--disk-dir" in warning
+
+
+def test_a_directory_of_a_user_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="~nobody-at-all/store begins with a home folder that there is not"):
+        tiny_engine(tiny_model(), disk_gib=None, disk_dir="~nobody-at-all/store")
 
 
 def test_what_a_disk_holds_is_told_in_the_bytes_of_its_files(tmp_path: Path) -> None:

@@ -421,6 +421,9 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
     with pytest.raises(PandoError, match="set PANDO_HOME"):
         Shelf.of_user()
+    monkeypatch.setenv("PANDO_HOME", "~nobody-at-all/pando")
+    with pytest.raises(PandoError, match="set PANDO_HOME"):
+        Shelf.of_user()
 
 
 class _Terminal(io.StringIO):

@@ -210,8 +210,9 @@ def test_the_model_is_listed_and_found_by_its_name(client: openai.OpenAI) -> Non
 
 def test_a_benchmark_that_is_told_no_model_finds_one_and_its_root(server: Live) -> None:
     """`vllm bench serve` reads both, and ends with an error of its own where either is missing."""
-    (card,) = fetch(server, "/v1/models").json()["data"]
-    assert (card["id"], card["root"]) == (NAME, NAME)
+    listed = fetch(server, "/v1/models").json()
+    (card,) = listed["data"]
+    assert (listed["object"], card["id"], card["root"]) == ("list", NAME, NAME)
 
 
 @pytest.mark.parametrize("text", ["plain words", "ünïcödé 🌳 text", "<end> is special", " "])

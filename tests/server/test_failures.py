@@ -27,7 +27,6 @@ from pando.server.wire import ChatBody
         (429, "rate_limit_error", "rate_limit_exceeded", openai.RateLimitError),
         (500, "server_error", None, openai.InternalServerError),
         (503, "service_unavailable_error", "overloaded", openai.InternalServerError),
-        (504, "timeout_error", "timeout", openai.InternalServerError),
         (418, "invalid_request_error", None, openai.APIStatusError),
         (507, "server_error", None, openai.InternalServerError),
     ],

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pando.engine.engine import Engine
 from pando.engine.schemas import Schemas
 from pando.errors import InvalidOption, MarkupError
 from pando.server import service
-from pando.server.schemas import Holdings, read
+from pando.server.schemas import Holdings, TooManySchemas, read
 from pando.store.speeds import Speeds
 
 from ..tiny import tiny_engine, tiny_model
@@ -323,6 +324,30 @@ def test_a_key_has_a_quota_of_schemas(server: Live, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pando.server.schemas.MAX_SCHEMAS", 10)
     monkeypatch.setattr("pando.server.schemas.MAX_PML_BYTES", 3 * len(small[0]) - 1)
     assert "MiB together" in post(server, small[0]).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_deleted_while_it_is_registered_counts_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Schemas are registered beside the event loop, and deleted in it."""
+    engine, pml, add = tiny_engine(tiny_model()), b'<schema name="s"><module name="a">x</module></schema>', Schemas.add
+    held = Holdings(lambda: Schemas(engine))
+    if known:
+        held.add(b"me", pml)
+
+    def beside(*given: Any, **named: Any) -> Any:
+        if known:
+            held.remove(b"me", "s")  # it is made anew
+        made = add(*given, **named)
+        if not known:
+            held.remove(b"me", "s")
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Schemas, "add", beside)
+        held.add(b"me", pml)
+    monkeypatch.setattr("pando.server.schemas.MAX_PML_BYTES", len(pml))
+    with pytest.raises(TooManySchemas) if known else nullcontext():
+        held.add(b"me", pml.replace(b'"s"', b'"t"'))
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_what_cannot_work_ends_with_one_line_and_exit_code_2(
         "missing.txt cannot be read": [model, "--share-prefix", missing],
         "API key": [model, "--api-key", "two words"],
         "cannot listen on 192.0.2.1": [model, "--host", "192.0.2.1"],
+        "cannot listen on a..b:0: that cannot be the name of a host": [model, "--host", "a..b"],
         "use at most": [model, "--threads", 1000],
         "made for": [model, "--max-model-len", CONTEXT + 1],
         "schema: .*missing.txt cannot be read": [missing, "--schema", missing],

@@ -49,21 +49,16 @@ class Setting:
         facts = self.model.config
         return PagePool.page_bytes(1, facts.layers, facts.kv_heads, facts.head_dim, self.model.states)
 
-    def lend(self, config: EngineConfig, work: Callable[[Engine], T], *, model: Model | None = None) -> T:
-        """Works with an engine that has the device to itself."""
+    def attempt(self, what: str, config: EngineConfig, work: Callable[[Engine], T], *, model: Model | None = None) -> T | None:
+        """Works with an engine that has the device to itself. What does not fit is skipped, and said."""
         self.settle_memory()
         try:
             return work(_ready(model or self.model, config))
-        finally:
-            self.settle_memory()
-
-    def attempt(self, what: str, config: EngineConfig, work: Callable[[Engine], T], *, model: Model | None = None) -> T | None:
-        """The same; what does not fit is skipped, and said."""
-        try:
-            return self.lend(config, work, model=model)
         except (PandoError, torch.OutOfMemoryError) as error:
             self.report.skip(what, error)
             return None
+        finally:
+            self.settle_memory()
 
     def settle_memory(self) -> None:
         """What engines before have left is given back to the device."""

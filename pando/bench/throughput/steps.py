@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine.engine import Engine
-from ...errors import PandoError
 from ..measure import Result, at_most
 from ..trial import drawn
 from .decode import WARM, Pace, Window, decode, watched
@@ -62,17 +61,16 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
         read_ms = setting.read_ms()
     found = []
     for batch in BATCHES:
-        try:
-            found.append(_alone(setting, batch, Window(max(arguments.new), arguments.steps, arguments.seconds), read_ms))
-        except (PandoError, torch.OutOfMemoryError) as error:
-            setting.report.skip(f"{batch} rows", error)
-            continue
-        setting.report.add(found[-1])
+        one = _alone(setting, batch, Window(max(arguments.new), arguments.steps, arguments.seconds), read_ms)
+        if one is not None:
+            found.append(one)
+            setting.report.add(one)
     if found:
         setting.report.promise(promises(found, setting.judged))
 
 
-def _alone(setting: Setting, batch: int, window: Window, read_ms: float) -> Alone:
+def _alone(setting: Setting, batch: int, window: Window, read_ms: float) -> Alone | None:
+    """None: it does not fit."""
     model, watch = watched(setting.model)
     prompts = [drawn(model, f"{setting.seed} alone {row}", CONTEXT) for row in range(batch)]
 
@@ -80,7 +78,9 @@ def _alone(setting: Setting, batch: int, window: Window, read_ms: float) -> Alon
         return decode(engine, prompts, window, watch)
 
     with watch.watching():
-        pace = setting.lend(engine_config("auto", batch, tokens=room(2 * batch, 0, window)), work, model=model)
+        pace = setting.attempt(f"{batch} rows", engine_config("auto", batch, tokens=room(2 * batch, 0, window)), work, model=model)
+    if pace is None:
+        return None
     own = CONTEXT + WARM + len(pace.ms) // 2
     with torch.inference_mode():
         products = setting.lasting_products_ms(batch, window.counted, window.seconds)
