@@ -111,7 +111,8 @@ class Shelf:
         return Path(kept) if isinstance(kept, str) else None
 
     def keep_snapshot(self, key: str, directory: Path) -> None:
-        self._remember("snapshots", key, str(directory))
+        with suppress(OSError):  # it is asked for again then
+            self._remember("snapshots", key, str(directory))
 
     def _remembered(self, kind: str) -> Mapping[str, Any]:
         try:

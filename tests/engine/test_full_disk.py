@@ -23,6 +23,7 @@ from pando.store.fileformat import Header
 from pando.store.tier import NoRoom
 from tests.tiny import tiny_model
 
+from ..store.pages import pin
 from .test_store import ask, cold, engine_of, settled, tokens_of, words
 
 PROMPT = 9  # tokens: two pages
@@ -104,7 +105,7 @@ def test_what_is_pinned_stays_on_a_full_file_system(model: Model, drive: Drive) 
     disk = engine.store.below[0]
     assert isinstance(disk, DiskTier)
     first = [entry.key for entry in disk.entries()][:2]  # least recently used
-    disk.pin(first)
+    pin(disk, first)
     engine.close()
     engine = engine_of(model, drive.folder)
     say(engine, *range(2, 8))

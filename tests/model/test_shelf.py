@@ -77,6 +77,8 @@ def test_a_file_that_is_written_to_while_it_is_read_is_not_remembered(tmp_path: 
 def test_where_nothing_can_be_remembered_it_is_read_each_time(tmp_path: Path, file: Path) -> None:
     shelf = Shelf(file / "no folder", False)
     assert shelf.sha256_of(file) == shelf.sha256_of(file)
+    shelf.keep_snapshot("owner/name@main", tmp_path)
+    assert shelf.snapshot("owner/name@main") is None
 
 
 def test_remembering_does_not_wait_for_a_model_that_is_being_made(tmp_path: Path, file: Path) -> None:
