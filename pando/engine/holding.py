@@ -1,13 +1,14 @@
 """What rows hold of the pool: pages that they get, hand to the tree when they are full, and let go."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from ..kv.pages import Pages
-from ..kv.segment import Key, Segment, extend_keys, page_key, shared_length, worth_having
+from ..kv.segment import Key, extend_keys, shared_length, worth_having
 from ..kv.tree import Match, PrefixTree
 from .below import Below
 from .imports import Want
+from .makers import coming
 from .row import Copy, Row
 from .turns import Turns
 
@@ -108,21 +109,8 @@ class Holding:
             return False
         if self.below is not None:
             row.computed += self.below.load(row, len(row.tokens), more_than=0)
-        row.cached, row.comes = row.computed, tuple(self._coming(row))
+        row.cached, row.comes = row.computed, tuple(coming(row, row.computed, self.pages.page_size))
         return True
-
-    def _coming(self, row: Row) -> Iterator[Segment]:
-        """What a row has that is not the tree's yet. The last page is a segment of its own, of which a reader may want less."""
-        assert row.stem is not None
-        size, start, stop = self.pages.page_size, row.settled // self.pages.page_size, self.pages.needed(row.computed) - 1
-        if start < stop:
-            tokens = tuple(row.tokens[start * size : stop * size])
-            yield Segment(tuple(row.keys[start:stop]), tokens, tuple(row.pages[start:stop]), row.at + start * size)
-        if start <= stop:
-            last = tuple(row.tokens[stop * size : row.computed])
-            before = row.keys[stop - 1] if stop > start else row.stem.segment.key
-            key = row.keys[stop] if len(last) == size else page_key(before + row.lineage.owner, last)
-            yield Segment((key,), last, (row.pages[stop],), row.at + stop * size)
 
     def seat_repaired(self, row: Row, now: float) -> None:
         """The same prompt, repaired before, is found whole; otherwise what is repaired is there when it runs."""
@@ -252,7 +240,7 @@ class Holding:
         self.pages.give(own)
         self.tree.unpin(row.stem)
         self.let_go(row)
-        row.stem, row.pages, row.settled, row.computed = None, [], 0, 0
+        row.stem, row.pages, row.settled, row.computed, row.comes = None, [], 0, 0, ()
 
     def let_go(self, row: Row) -> None:
         for found in row.imports:

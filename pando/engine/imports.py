@@ -64,8 +64,8 @@ class Import:
     stem: Stem  # its whole pages
     end: Stem | None  # the page that holds the rest of it
     rest: int
-    coming: tuple[Segment, ...] = ()  # or its pages behind the stem: another row brings them up, and has them until the tree does
-    load: "Load | None" = None  # by which they come
+    coming: tuple[Segment, ...] = ()  # or its pages behind the stem: another row makes or brings them, and has them until the tree does
+    load: "Load | None" = None  # by which they come, if they are not computed
     counts: bool = False  # as found by the row that reads them, which is not told yet from which tiers they come
 
     @property

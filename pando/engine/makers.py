@@ -1,19 +1,21 @@
 """Rows that answer nothing: they make runs that others wait for, or bring them up from below the pool, and leave them to the tree.
 
-What is brought up can be read on its way: it is lent, and each layer of it is waited for. The row that brings it has the pages until the
-tree does. Then those who borrowed it find it there, or begin again.
+What is brought up can be read on its way: it is lent, and each layer of it is waited for. What a step computes to its end can be read in
+that step: in each layer, keys and values are written before anyone reads them. The row that makes or brings it has the pages until the tree
+does. Then those who borrowed it find it there, or begin again.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..kv.run import Run
-from ..kv.segment import Key
+from ..kv.segment import Key, Segment, page_key
 from ..kv.tree import PrefixTree
 from .below import Below, Passage
 from .imports import Import, Want, find, wants
 from .request import Miss, SamplingParams
 from .row import Row
+from .turns import Turn
 
 ANSWERS_NOTHING = SamplingParams()
 
@@ -24,6 +26,7 @@ class Makers:
         self._arrivals = arrivals
         self._tree, self._waiting, self._running, self._loading, self._page_size = tree, waiting, running, loading, tree.page_size
         self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
+        self.finishing: set[Row] = set()  # of those, whose run the step that is being made computes to its end
         self._undecided: dict[tuple[Key, bytes], tuple[Key, Want]] = {}  # runs of tenants, to be made, or brought up if a remote has them
         self._lacking: dict[tuple[Key, bytes], dict[Row, None]] = {}  # rows to be told of what comes, by its name: of thousands, a few
 
@@ -60,7 +63,8 @@ class Makers:
             return None
         if alone and row.awaits is not None and self.are_coming(row):
             return []  # there is nothing more to be found
-        if row.awaits is not None and (maker := self._making.get(row.awaits)) is not None and not (alone and maker.brings):
+        maker = self._making.get(row.awaits) if row.awaits is not None else None
+        if maker is not None and maker not in self.finishing and not (alone and maker.brings):
             return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
         found = [find(self._tree, want, now) for want in row.wants]
         for old in row.imports:
@@ -105,30 +109,59 @@ class Makers:
 
     def are_coming(self, row: Row) -> bool:
         """Is all that a row lacks on its way into the pool?"""
+        return self._are_lent(row, lambda maker: maker in self.finishing or (maker.load is not None and not maker.behind and maker.brings))
+
+    def are_made(self, row: Row) -> bool:
+        """Is all that a row lacks computed by the step that is being made?"""
+        return self._are_lent(row, lambda maker: maker in self.finishing)
+
+    def _are_lent(self, row: Row, are_there: Callable[[Row], bool]) -> bool:
         makers = (self._making.get(want.name) for want in _lacking(row))
-        return not row.repair and all(
-            maker is not None and maker.brings and maker.load is not None and not maker.behind for maker in makers
-        )
+        return not row.repair and all(maker is not None and are_there(maker) for maker in makers)
+
+    def may_lend(self, row: Row, makers: Sequence[Row], below: Below | None, budget: int) -> bool:
+        """Could a row be placed in the same step, behind those that make or bring what it lacks?"""
+        rounds = below is not None and below.rounded.rounds  # who reads what was rounded is told so when that is there
+        in_one = not (rounds or row.repair) and sum(len(maker.tokens) for maker in makers) < budget
+        return in_one or all(maker.brings for maker in makers)
+
+    def look_ahead(self, turns: dict[Row, Turn]) -> None:
+        """Whose runs a step computes to their end; who borrows one that it does not has to wait for another step."""
+        self.finishing.clear()
+        for row in self._running if self._making else ():
+            if row in turns and any(each.load is None and self._making.get(each.want.name) not in self.finishing for each in row.borrowed):
+                del turns[row]
+            elif row in turns:
+                self.finish(turns[row])
+
+    def finish(self, turn: Turn) -> None:
+        """What it computes may be lent, if that is the rest of a run that somebody lacks."""
+        row, start, count, length = turn
+        if row.makes is not None and start + count == length and not row.loads and not row.makes.origin.before:
+            self.finishing.add(row)
 
     def lend(self, row: Row) -> None:
-        """A row that is placed reads what it lacks on its way. That counts as found."""
+        """A row that is placed reads what it lacks on its way. What is brought up counts as found."""
         self._tell_no_more(row)
         for want in _lacking(row):
             maker = self._making[want.name]
             assert maker.stem is not None
             self._tree.pin(maker.stem)
+            maker.comes = maker.comes or tuple(coming(maker, len(maker.tokens), self._page_size))
             *whole, last = maker.comes
-            counts = row.cached is None and self._count(row, want, len(want))
+            if not maker.brings and row.cached is None:
+                self._pass_on(row, want, maker)
+            counts = maker.brings and row.cached is None and self._count(row, want, len(want))
             row.imports += (Import(want, maker.stem, None, 0, (*whole, last.head(len(last) - want.is_end)), maker.load, counts),)
 
     def borrowers(self, maker: Row) -> list[Row]:
-        return [row for row in (*self._running, *self._loading) if row.imports and row.borrows(maker)] if maker.brings else []
+        return [row for row in (*self._running, *self._loading) if row.imports and row.borrows(maker)] if maker.comes else []
 
-    def take_back(self, maker: Row, now: float) -> list[Row]:
-        """A row that brought something up is gone: the tree has that now, and whoever borrowed it finds it there. Answers those who do
-        not: they begin again."""
+    def take_back(self, maker: Row, borrowers: Iterable[Row], now: float) -> list[Row]:
+        """A row that made or brought something is gone: the tree has that now, and whoever borrowed it finds it there. Answers those who
+        do not: they begin again."""
         failed = list[Row]()
-        for row in self.borrowers(maker):
+        for row in borrowers:
             borrowed = row.borrows(maker)
             found = [find(self._tree, each.want, now) for each in borrowed]
             for each in borrowed:
@@ -153,14 +186,18 @@ class Makers:
     def pass_on(self, maker: Row) -> None:
         """What a maker did not compute of its run, because the tree or a tier below it had that, those who wait for it did not, either."""
         assert maker.makes is not None
-        name, found = maker.makes.name, (maker.cached or 0) - maker.had - (len(maker.tokens) - len(maker.makes.run))
-        for row in self._lacking.get(name, ()) if found > 0 else ():
+        name = maker.makes.name
+        for row in self._lacking.get(name, ()):
             for want in [want for want in row.wants if want.name == name]:
-                if self._count(row, want, min(found, len(want))):
-                    _count_tiers(row, want, found, maker.tiers)
+                self._pass_on(row, want, maker)
         for row in self.borrowers(maker):
             for each in [each for each in row.borrows(maker) if each.counts]:
-                _count_tiers(row, each.want, found, maker.tiers)
+                _count_tiers(row, each.want, _found(maker), maker.tiers)
+
+    def _pass_on(self, row: Row, want: Want, maker: Row) -> None:
+        found = _found(maker)
+        if found > 0 and self._count(row, want, min(found, len(want))):
+            _count_tiers(row, want, found, maker.tiers)
 
     def _tell(self, row: Row, wants: Sequence[Want]) -> None:
         """A row that was not placed yet is told of each of these when it is made or brought up, whoever asked for it."""
@@ -239,6 +276,26 @@ def _lacking(row: Row) -> Iterable[Want]:
         return ()
     found = {each.want for each in row.imports}
     return (want for want in row.wants if want not in found)
+
+
+def coming(row: Row, stop: int, page_size: int) -> Iterator[Segment]:
+    """What a row has up to there that is not the tree's yet. The last page is a segment of its own, of which a reader may want less."""
+    assert row.stem is not None
+    first, last = row.settled // page_size, -(-stop // page_size) - 1
+    if first < last:
+        tokens = tuple(row.tokens[first * page_size : last * page_size])
+        yield Segment(tuple(row.keys[first:last]), tokens, tuple(row.pages[first:last]), row.at + first * page_size)
+    if first <= last:
+        rest = tuple(row.tokens[last * page_size : stop])
+        before = row.keys[last - 1] if last > first else row.stem.segment.key
+        key = row.keys[last] if len(rest) == page_size else page_key(before + row.lineage.owner, rest)
+        yield Segment((key,), rest, (row.pages[last],), row.at + last * page_size)
+
+
+def _found(maker: Row) -> int:
+    """What it did not compute of its run."""
+    assert maker.makes is not None
+    return (maker.cached or 0) - maker.had - (len(maker.tokens) - len(maker.makes.run))
 
 
 def _count_tiers(row: Row, want: Want, found: int, tiers: Mapping[str, int]) -> None:

@@ -57,7 +57,7 @@ class Row:
     # ---- a row that answers nothing
     makes: Want | None = None  # it answers nothing: its tokens are that run's, which others wait for
     brings: bool = False  # and it computes nothing: all of that is kept below the pool, and comes up
-    comes: tuple[Segment, ...] = ()  # its pages that do: others may read them on their way
+    comes: tuple[Segment, ...] = ()  # its pages that do, or those that it computes in this step: others may read them meanwhile
     # ---- what comes from below the pool
     load: "Load | None" = None  # pages of it that are on their way into the pool
     loaded: int = 0  # tokens in them
@@ -108,10 +108,13 @@ class Row:
             self.cached = None if self.cached is None else self.cached - count
             self.miss = Miss("lost", self.imported + place)
 
+    @property
+    def borrowed(self) -> list[Import]:
+        """What it reads while another row makes it, or brings it up."""
+        return [found for found in self.imports if found.coming]
+
     def borrows(self, maker: "Row") -> list[Import]:
-        """What it reads on its way, while another row brings it up."""
-        name = maker.makes.name if maker.brings and maker.makes is not None else None
-        return [found for found in self.imports if found.load is not None and found.want.name == name]
+        return [found for found in self.borrowed if maker.makes is not None and found.want.name == maker.makes.name]
 
     def view(self, page_size: int) -> RowView:
         """As the plan sees it: the same object until what it reads is another."""

@@ -92,7 +92,7 @@ class Scheduler:
         for row in dict.fromkeys((*self.running, *self.loading, *self.waiting, *asked, *self.makers)):
             if row.load is not None and self.below is not None:
                 self.below.stop(row)
-            row.stem, row.pages, row.settled, row.computed, row.imports = None, [], 0, 0, ()
+            row.stem, row.pages, row.settled, row.computed, row.imports, row.comes = None, [], 0, 0, (), ()
             row.arrival, row.arrived = row.arrival or next(self._arrivals), row.arrived or self.clock()
         for rows in (self.running, self.loading, self.waiting, self._landed):
             rows.clear()
@@ -155,6 +155,7 @@ class Scheduler:
             if row.stem is not None:
                 turns[row] = row, start, count, length
                 budget -= count
+        self.makers.look_ahead(turns)
         if not pressed:
             self._admit(budget, turns, copies)
         loads = self.below.hold_up_nobody(turns, self.running, self.loading, self.budget) if self.below is not None else []
@@ -284,10 +285,10 @@ class Scheduler:
                 idle += 1
                 continue
             makers = self.makers.gather(row, self.below, self._now, alone=self._is_idle)
-            if makers and all(maker.brings for maker in makers):
+            if makers and self.makers.may_lend(row, makers, self.below, budget):
                 self.waiting.extendleft((row, *reversed(makers)))  # it comes again when they are on their way
                 continue
-            is_early = makers is not None and self._is_idle and self.makers.are_coming(row)
+            is_early = makers is not None and (self.makers.are_coming if self._is_idle else self.makers.are_made)(row)
             if (makers is not None and not is_early) or self._holding.is_held(row, ahead):
                 self.waiting.extendleft(reversed(makers or []))
                 skipped.append(row)
@@ -309,6 +310,7 @@ class Scheduler:
                 budget = max(1, budget - row.repair_cost) if row.repair and row.imports else budget
                 new = min(row.behind, budget)
                 turns[row] = row, row.computed, new, len(row.tokens)
+                self.makers.finish(turns[row])
                 budget -= new
         self.waiting.extendleft(reversed(skipped))
 
@@ -393,8 +395,9 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, row: Row) -> None:
+        borrowers = self.makers.borrowers(row)
+        (self.turns.change if borrowers else self.turns.look)()
         self._holding.release(row, self._now)
-        for other in self.makers.take_back(row, self._now):
+        for other in self.makers.take_back(row, borrowers, self._now):
             self._preempt(other)
-        (self.turns.change if row.brings else self.turns.look)()
         self._stuck_at = None
