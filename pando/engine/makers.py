@@ -6,7 +6,7 @@ does. Then those who borrowed it find it there, or begin again.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..kv.run import Run
 from ..kv.segment import Key, Segment, page_key
@@ -18,6 +18,7 @@ from .row import Row
 from .turns import Turn
 
 ANSWERS_NOTHING = SamplingParams()
+MOST_READ = 1024  # runs, by those who borrow some in one step: each takes a tenth of a millisecond, and long steps hold up others
 
 
 class Makers:
@@ -26,7 +27,8 @@ class Makers:
         self._arrivals = arrivals
         self._tree, self._waiting, self._running, self._loading, self._page_size = tree, waiting, running, loading, tree.page_size
         self._making: dict[tuple[Key, bytes], Row] = {}  # by the name of what they make
-        self.finishing: set[Row] = set()  # of those, whose run the step that is being made computes to its end
+        self.finishing: set[Row] = set()  # of those, whose run the step that is being made computes to its end,
+        self._read = 0  # and how many runs are read by those who borrow them
         self._undecided: dict[tuple[Key, bytes], tuple[Key, Want]] = {}  # runs of tenants, to be made, or brought up if a remote has them
         self._lacking: dict[tuple[Key, bytes], dict[Row, None]] = {}  # rows to be told of what comes, by its name: of thousands, a few
 
@@ -109,15 +111,15 @@ class Makers:
 
     def are_coming(self, row: Row) -> bool:
         """Is all that a row lacks on its way into the pool?"""
-        return self._are_lent(row, lambda maker: maker in self.finishing or (maker.load is not None and not maker.behind and maker.brings))
+        makers = (self._making.get(want.name) for want in _lacking(row))
+        return not row.repair and all(
+            maker is not None and maker.brings and maker.load is not None and not maker.behind for maker in makers
+        )
 
     def are_made(self, row: Row) -> bool:
-        """Is all that a row lacks computed by the step that is being made?"""
-        return self._are_lent(row, lambda maker: maker in self.finishing)
-
-    def _are_lent(self, row: Row, are_there: Callable[[Row], bool]) -> bool:
-        makers = (self._making.get(want.name) for want in _lacking(row))
-        return not row.repair and all(maker is not None and are_there(maker) for maker in makers)
+        """Is all that a row lacks computed by the step that is being made, and can it be lent?"""
+        is_much = self._read + len(row.wants) > MOST_READ
+        return not (row.repair or is_much) and all(self._making.get(want.name) in self.finishing for want in _lacking(row))
 
     def may_lend(self, row: Row, makers: Sequence[Row], below: Below | None, budget: int) -> bool:
         """Could a row be placed in the same step, behind those that make or bring what it lacks?"""
@@ -128,10 +130,12 @@ class Makers:
     def look_ahead(self, turns: dict[Row, Turn]) -> None:
         """Whose runs a step computes to their end; who borrows one that it does not has to wait for another step."""
         self.finishing.clear()
+        self._read = 0
         for row in self._running if self._making else ():
             if row in turns and any(each.load is None and self._making.get(each.want.name) not in self.finishing for each in row.borrowed):
                 del turns[row]
             elif row in turns:
+                self._read += len(row.wants) if row.borrowed else 0
                 self.finish(turns[row])
 
     def finish(self, turn: Turn) -> None:
@@ -143,7 +147,9 @@ class Makers:
     def lend(self, row: Row) -> None:
         """A row that is placed reads what it lacks on its way. What is brought up counts as found."""
         self._tell_no_more(row)
-        for want in _lacking(row):
+        lacking = list(_lacking(row))
+        self._read += len(row.wants) if lacking else 0
+        for want in lacking:
             maker = self._making[want.name]
             assert maker.stem is not None
             self._tree.pin(maker.stem)
