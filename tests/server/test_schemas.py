@@ -847,7 +847,8 @@ def test_a_schema_of_the_operator_is_everyones_and_may_read_files_below_it(files
 
 def test_a_directory_of_schemas_is_registered_and_encoded_at_the_start(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "TOLD_EVERY", 0.0)
-    with live(schema_dir=str(files), eager_schemas=True, api_key=("one", "two")) as server:
+    small = {"max_num_batched_tokens": 16}  # several steps
+    with live(engine=small, schema_dir=str(files), eager_schemas=True, api_key=("one", "two")) as server:
         assert [card["name"] for card in listed(server)] == ["city", "tour"]
         for key in ("one", "two"):
             assert set(states(server, key=key).values()) == {"cached", "computed with each prompt"}
