@@ -66,7 +66,7 @@ class Makers:
         if alone and row.awaits is not None and self.are_coming(row):
             return []  # there is nothing more to be found
         maker = self._making.get(row.awaits) if row.awaits is not None else None
-        if maker is not None and maker not in self.finishing and not (alone and maker.brings):
+        if maker is not None and (maker not in self.finishing or self._is_much(row)) and not (alone and maker.brings):
             return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
         found = [find(self._tree, want, now) for want in row.wants]
         for old in row.imports:
@@ -118,8 +118,11 @@ class Makers:
 
     def are_made(self, row: Row) -> bool:
         """Is all that a row lacks computed by the step that is being made, and can it be lent?"""
-        is_much = self._read + len(row.wants) > MOST_READ
-        return not (row.repair or is_much) and all(self._making.get(want.name) in self.finishing for want in _lacking(row))
+        is_lent = not row.repair and not self._is_much(row)
+        return is_lent and all(self._making.get(want.name) in self.finishing for want in _lacking(row))
+
+    def _is_much(self, row: Row) -> bool:
+        return self._read + len(row.wants) > MOST_READ
 
     def may_lend(self, row: Row, makers: Sequence[Row], below: Below | None, budget: int) -> bool:
         """Could a row be placed in the same step, behind those that make or bring what it lacks?"""
