@@ -58,10 +58,6 @@ class Scheduler:
         self.makers = Makers(tree, self.waiting, self.running, self.loading, self._arrivals)
         self._holding = Holding(pages, tree, self.turns, self.below, self.makers.is_lacked, reuse=reuse)
 
-    @property
-    def _is_stuck(self) -> bool:
-        return self._stuck_at is not None and self._holding.to_be_had <= self._stuck_at
-
     # ---- requests come and go
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -135,7 +131,8 @@ class Scheduler:
         self._now = self.clock()
         self.clear_away()
         self.waiting.extend(self.makers.decided(self.below, self._now) if self.makers.asks else ())
-        someone_comes = self.loading or (self.waiting and not self._is_stuck and len(self.running) < self.max_rows)
+        is_stuck = self._stuck_at is not None and self._holding.to_be_had <= self._stuck_at
+        someone_comes = self.loading or (self.waiting and not is_stuck and len(self.running) < self.max_rows)
         if not someone_comes and (again := self.turns.again(self._holding.give_room)) is not None:
             return again if self.below is None else self.below.depart(again)
         if self._take_arrived(is_ahead=before is not None):
