@@ -68,7 +68,8 @@ class Makers:
         maker = self._making.get(row.awaits) if row.awaits is not None else None
         if maker is not None and (maker not in self.finishing or self._is_much(row)) and not (alone and maker.brings):
             return self._forward(maker) if alone else []  # of a thousand that wait for one another, only one needs to look
-        found = [find(self._tree, want, now) for want in row.wants]
+        lent = {maker.makes.name for maker in self.finishing if maker.makes is not None}  # and not in the tree yet
+        found = [None if want.name in lent else find(self._tree, want, now) for want in row.wants]
         for old in row.imports:
             self._tree.unpin(old.pinned)
         row.imports = tuple(each for each in found if each is not None)  # kept while the others are made
@@ -142,7 +143,7 @@ class Makers:
                 self.finish(turns[row])
 
     def finish(self, turn: Turn) -> None:
-        """What it computes may be lent, if that is the rest of a run that somebody lacks."""
+        """What it computes may be lent, if that is the rest of a run."""
         row, start, count, length = turn
         if row.makes is not None and start + count == length and not row.loads and not row.makes.origin.before:
             self.finishing.add(row)
