@@ -199,7 +199,7 @@ def _serve_shared(llm: LLM, shared: Sequence[int], asked: Sequence[Sequence[int]
 
 def prompt_modules(setting: Setting) -> list[Result]:
     """The first token of a prompt made of modules, and how soon a large schema is read; `pando bench modules` measures more of them."""
-    bench = Bench(setting.llm, replace(setting.size.modules, repeats=setting.size.repeats), judged=setting.size.modules == Sizes())
+    bench = Bench(setting.llm, replace(setting.size.modules, repeats=setting.size.repeats))
     return [*bench.reading(), *bench.first_token()]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from .options import cores
 
 Samples = dict[str, list[float]]
+EQUAL = "equal"  # the unit of what is counted
 _VERDICTS = {True: "yes", False: "NO", None: ""}
 
 
@@ -87,7 +88,7 @@ def paired(case: str, samples: Samples, unit: str, *, ours: str, theirs: str, at
 
 def counted(case: str, equal: int, of: int, note: str = "") -> Result:
     """All of them must be equal."""
-    return Result(case, equal, "equal", of, target=f"all {of}", met=equal == of, note=note)
+    return Result(case, equal, EQUAL, of, target=f"all {of}", met=equal == of, note=note)
 
 
 def at_least(case: str, value: float, unit: str, least: float | None, note: str = "") -> Result:
@@ -216,10 +217,15 @@ def finish(facts: Mapping[str, object], results: Sequence[Result], file: Path | 
     write_json(file, as_json(facts, results))
 
 
-def told(results: Iterable[Result]) -> list[Result]:
+def told(results: Iterable[Result], *, judged: bool = True) -> list[Result]:
     """Says each result as soon as it is there."""
     found = []
     for result in results:
-        print(line(result), flush=True)
-        found.append(result)
+        found.append(result if judged else unjudged(result))
+        print(line(found[-1]), flush=True)
     return found
+
+
+def unjudged(result: Result) -> Result:
+    """What was promised is promised of the full sizes; what must be equal must be so at any."""
+    return result if result.unit == EQUAL else replace(result, target="", met=None)

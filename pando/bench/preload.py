@@ -124,7 +124,6 @@ class Preload:
     model: Model
     sweep: Sweep
     folder: Path
-    judged: bool = True
     samples: dict[int, Samples] = field(default_factory=dict)  # milliseconds, by the length of the history
     enough: dict[int, int] = field(default_factory=dict)  # layers, by the formula
     pauses: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # milliseconds that others heard nothing
@@ -241,7 +240,7 @@ class Preload:
             for way in (way for way in found if way not in (WAITING, POOL, BESIDE_WAITING)):
                 ahead = way in (AHEAD, FORMULA) and history == figure
                 target = LESS if (history, way) == (closest, LAYERED) else LESS_ON_GPU if ahead else None
-                results.append(self._result(history, way, found, target if self.judged else None))
+                results.append(self._result(history, way, found, target))
         return results
 
     def _result(self, history: int, way: str, found: dict[str, float], target: float | None) -> Result:

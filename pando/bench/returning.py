@@ -40,7 +40,6 @@ class Returning:
     model: Model
     talk: Talk
     folder: Path  # for the directories of tiers
-    judged: bool = True
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     openings: list[float] = field(default_factory=list)  # seconds
 
@@ -115,12 +114,11 @@ class Returning:
         for name in (POOL, HOST, DISK, RESTART):
             case = f"turn {self.talk.turns} behind {len(self._history)} tokens, from {name}"
             found = {each: samples[each] for each in (name, AGAIN)}
-            least = SOONER if name == DISK and self.judged else None
+            least = SOONER if name == DISK else None
             results.append(compared(case, found, "ms", ours=name, higher=False, at_least=least, note=self._origin(name)))
         medians = {name: statistics.median(each) for name, each in samples.items()}
         ratio, note = medians[RESTART] / medians[DISK], f"opening engine and store took {1000 * statistics.median(self.openings):.0f} ms"
-        most = RESTARTED if self.judged else None
-        results.append(at_most("the same after a restart, against from disk", ratio, "times", most, note))
+        results.append(at_most("the same after a restart, against from disk", ratio, "times", RESTARTED, note))
         results.append(self._equal("greedy answers from below equal to those from the pool", (HOST, DISK, RESTART), POOL))
         if self.model.dtype == torch.float32:  # in 16 bits, what was computed in other batches is rounded otherwise
             results.append(self._equal("greedy answers equal to those computed again", (POOL, HOST, DISK, RESTART), AGAIN))

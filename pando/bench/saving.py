@@ -34,7 +34,6 @@ class Saving:
     model: Model
     work: Work
     folder: Path
-    judged: bool = True
     behind: list[float] = field(default_factory=list)  # seconds that saving went on after the answers
 
     def __post_init__(self) -> None:
@@ -90,5 +89,4 @@ class Saving:
         """In pairs, since the machine's moods are larger than what is looked for."""
         saved, unsaved = (now - then for then, now in zip(before, after, strict=True))
         note = f"saving went on for {1000 * statistics.median(self.behind):.0f} ms; {saved} pages saved, {unsaved} not"
-        least = AT_LEAST if self.judged else None
-        return paired(f"{case}, with a store", samples, "tokens/s", ours=ON, theirs=OFF, at_least=least, note=note)
+        return paired(f"{case}, with a store", samples, "tokens/s", ours=ON, theirs=OFF, at_least=AT_LEAST, note=note)

@@ -27,14 +27,10 @@ class Setting:
     folder: Path
     arguments: argparse.Namespace
 
-    @property
-    def judged(self) -> bool:
-        return not self.arguments.quick
-
 
 def conversation(setting: Setting) -> list[Result]:
     talk, repeats = returning.QUICK if setting.arguments.quick else returning.Talk(), setting.arguments.repeats
-    return returning.Returning(setting.model, replace(talk, repeats=repeats or talk.repeats), setting.folder, setting.judged).results()
+    return returning.Returning(setting.model, replace(talk, repeats=repeats or talk.repeats), setting.folder).results()
 
 
 def layers(setting: Setting) -> list[Result]:
@@ -42,12 +38,12 @@ def layers(setting: Setting) -> list[Result]:
     sweep = preload.QUICK if given.quick else preload.ON_GPU if on_gpu else preload.Sweep()
     changes = {"repeats": given.repeats, "rows": given.rows, "new": given.new, "bandwidth": given.bandwidth, "modules": given.modules}
     sweep = replace(sweep, **{name: value for name, value in changes.items() if value is not None})
-    return preload.Preload(setting.model, sweep, setting.folder, setting.judged).results()
+    return preload.Preload(setting.model, sweep, setting.folder).results()
 
 
 def saved(setting: Setting) -> list[Result]:
     work = saving.QUICK if setting.arguments.quick else saving.Work()
-    return saving.Saving(setting.model, work, setting.folder, setting.judged).results()
+    return saving.Saving(setting.model, work, setting.folder).results()
 
 
 def rounded(setting: Setting) -> list[Result]:
@@ -79,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     for name in arguments.only or CASES:
         print(f"\nmeasuring {name} ...", flush=True)
         with TemporaryDirectory(prefix="pando-bench-", dir=arguments.dir) as place:
-            results[name] = told(CASES[name](Setting(model, Path(place), arguments)))
+            results[name] = told(CASES[name](Setting(model, Path(place), arguments)), judged=not arguments.quick)
     finish(facts, [result for found in results.values() for result in found], arguments.json)
     if arguments.plot:
         draw(results, f"{named(arguments)} on {model.device}", arguments.plot)

@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
     model = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
     facts = facts_of(arguments.model, model, " ".join(["pando bench truncation", *argv])) | {"text": texts.sources["prefix"]}
     show(facts)
-    bench = Bench(model, model.tokenizer.encode(texts.prose), sizes, judged=not arguments.quick)
-    results = told(bench.perplexity())
-    results += told(bench.first_token())
+    bench = Bench(model, model.tokenizer.encode(texts.prose), sizes)
+    results = told(bench.perplexity(), judged=not arguments.quick)
+    results += told(bench.first_token(), judged=not arguments.quick)
     finish(facts, results, arguments.json)
     return 0
 
@@ -82,14 +82,14 @@ class Unmoved(Import):
 
 
 class Bench:
-    def __init__(self, model: Model, tokens: Sequence[int], sizes: Sizes, *, judged: bool) -> None:
+    def __init__(self, model: Model, tokens: Sequence[int], sizes: Sizes) -> None:
         needed = max(sizes.windows * (sizes.window + sizes.scored), (sizes.repeats + 2) * sizes.window)
         if len(tokens) < needed:
             raise InvalidOption(
                 f"the text has {len(tokens)} tokens, and {sizes.windows} windows and {sizes.repeats} turns need {needed}; "
                 "give a longer one with --text"
             )
-        self._tokens, self._sizes, self._judged = tokens, sizes, judged
+        self._tokens, self._sizes = tokens, sizes
         page = min(EngineConfig.page_size, sizes.window // 16)
         config = EngineConfig(max_model_len=sizes.window, kv_cache_tokens=WINDOWS_HELD * sizes.window, page_size=page, disk_gib=0)
         self.engine = Listener(model, config)
@@ -110,8 +110,7 @@ class Bench:
         case = f"perplexity of the next {self._sizes.scored} tokens"
         results = [Result(f"{case}, {way}", so_far[way], "", so_far[RECOMPUTED]) for way in (MOVED, ROOTLESS, NAIVE)]
         apart = 100 * abs(so_far[MOVED] / so_far[RECOMPUTED] - 1)
-        note, most = _spread(nats[MOVED], nats[RECOMPUTED]), MOST_APART if self._judged else None
-        near = at_most("moved states against recomputed ones", apart, "%", most, note)
+        near = at_most("moved states against recomputed ones", apart, "%", MOST_APART, _spread(nats[MOVED], nats[RECOMPUTED]))
         return [*results, replace(near, samples={way: [math.exp(each) for each in found] for way, found in nats.items()})]
 
     def _window(self, tokens: Sequence[int]) -> dict[str, float]:
@@ -164,8 +163,8 @@ class Bench:
         kept = events[-1].num_prompt_tokens - sizes.new
         case = f"first token of {sizes.new} new ones behind {kept} that are left"
         reused = 100 * statistics.median(event.num_cached_tokens / kept for event in events)
-        share = at_least("tokens that are left, not computed again", reused, "%", LEAST_REUSED if self._judged else None)
-        return [compared(case, samples, "ms", ours=MOVED, higher=False, at_least=LEAST_SOONER if self._judged else None), share]
+        share = at_least("tokens that are left, not computed again", reused, "%", LEAST_REUSED)
+        return [compared(case, samples, "ms", ours=MOVED, higher=False, at_least=LEAST_SOONER), share]
 
     def _history(self, place: int) -> list[int]:
         """A full window; from its last page on, which is not quite full, as no other."""

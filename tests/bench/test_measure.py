@@ -65,6 +65,12 @@ def test_without_a_target_nothing_is_judged() -> None:
     assert result.met is None and result.target == ""
 
 
+def test_small_sizes_are_judged_by_what_must_be_equal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, wrong = Result("x", 3.0, "ms", 2.0, 0.5, ">= 1x", False, "why", {"ours": [3.0]}), counted("greedy", 19, 20)
+    assert told([slow, wrong], judged=False) == [Result("x", 3.0, "ms", 2.0, 0.5, note="why", samples={"ours": [3.0]}), wrong]
+    assert "target" not in capsys.readouterr().out.splitlines()[0]
+
+
 @pytest.mark.parametrize(("equal", "met"), [(20, True), (19, False)])
 def test_one_different_text_is_one_too_many(equal: int, met: bool) -> None:
     assert counted("greedy", equal, 20).met is met

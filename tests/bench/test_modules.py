@@ -25,7 +25,7 @@ PARAGRAPHS = [Paragraph(f"Town {i} lies on river {i}, and <{i * 7}> people live 
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(tiny_llm(tiny_model(max_positions=2048), max_num_batched_tokens=256), QUICK, judged=False)
+    return Bench(tiny_llm(tiny_model(max_positions=2048), max_num_batched_tokens=256), QUICK)
 
 
 def test_a_prompt_of_modules_computes_its_new_words_alone(bench: Bench) -> None:

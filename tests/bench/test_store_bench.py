@@ -36,7 +36,7 @@ def model() -> Model:
 
 
 def test_a_turn_comes_from_where_it_is_said_to_come_from(model: Model, tmp_path: Path) -> None:
-    bench = Returning(model, replace(returning.QUICK, repeats=2), tmp_path, judged=False)
+    bench = Returning(model, replace(returning.QUICK, repeats=2), tmp_path)
     results = bench.results()
     origins = {name: [(trial.device, dict(trial.tiers)) for trial in trials] for name, trials in bench.trials.items()}
     assert origins == {
@@ -146,7 +146,7 @@ def test_layers_that_were_there_before_are_not_on_the_clock(model: Model, tmp_pa
 
 
 def test_what_is_loaded_may_be_modules(model: Model, tmp_path: Path) -> None:
-    results = Preload(model, replace(preload.QUICK, modules=3), tmp_path, judged=False).results()
+    results = Preload(model, replace(preload.QUICK, modules=3), tmp_path).results()
     assert [result.case for result in results][:2] == [f"2 x 64 loaded in 3 modules, 8 new, {way}" for way in (LAYERED, AHEAD)]
 
 

@@ -50,7 +50,7 @@ def setting() -> Setting:
     place = torch.device("cpu")
     config, weights = random_weights("tiny", place, torch.float32, 4096)
     model, limits = dressed("tiny", config, weights, compiled=False), Limits(place, 0.01, 0.001)
-    return Setting(model, weights, limits, Clock(place, 1, 1 << 10), Report({}), seed=0, judged=False)
+    return Setting(model, weights, limits, Clock(place, 1, 1 << 10), Report({}), seed=0)
 
 
 def engine_of(setting: Setting, attention: str, rows: int, tokens: int) -> Engine:
@@ -303,17 +303,16 @@ def cell(batch: int, prefix: int, shared: float, flat: float) -> Cell:
 
 def test_a_grid_is_judged_by_its_floors_and_by_what_a_longer_prefix_costs() -> None:
     cells = [cell(1024, 1024, 10.0, 20.0), cell(1024, 16384, 12.0, 200.0), cell(32, 1024, 8.0, 8.0)]
-    floors, shared, flat = grid.promises(cells, judged=True)
+    floors, shared, flat = grid.promises(cells)
     assert floors.ours == pytest.approx(1.5) and floors.met is False and "batch 1024, prefix 16384" in floors.note
     assert shared.ours == pytest.approx(100 / 6) and shared.met is True
     assert flat.ours == pytest.approx(90) and flat.met is True
-    assert {result.met for result in grid.promises(cells, judged=False)} == {None}
 
 
 def test_what_a_step_is_to_brief_products_is_told_and_not_judged() -> None:
     brief = replace(cell(512, 1024, 11.0, 20.0), brief_ms=3.0)
     assert brief.over_floors == pytest.approx(1.375) and brief.over_brief == pytest.approx(2.2)
-    [floors] = grid.promises([brief], judged=True)
+    [floors] = grid.promises([brief])
     assert floors.met is True and "2.20x with brief products" in floors.note
 
 
@@ -331,15 +330,15 @@ def test_the_knee_is_the_highest_rate_that_is_borne() -> None:
     shared = [load(SHARED, 2048, rate, 1.0, latency) for rate, latency in ((8, 0.01), (16, 0.02), (24, 0.3))]
     flat = [load(FLAT, 2048, rate, 1.0, latency) for rate, latency in ((8, 0.01), (16, 0.2))]
     assert (knee(shared, SHARED, 100), knee(flat, FLAT, 100), knee(flat, FLAT, 1)) == (16, 8, None)
-    [result] = of_services([*shared, *flat], 100, judged=True)
+    [result] = of_services([*shared, *flat], 100)
     assert result.ours == 2 and result.met is False and "tried" not in result.note
-    assert of_services(shared, 100, judged=True) == []
+    assert of_services(shared, 100) == []
 
 
 def test_a_batch_job_is_judged_by_the_longest_system_prompt() -> None:
     loads = [load(mode, system, math.inf, seconds, 0.1) for mode, system, seconds in
              ((SHARED, 64, 1.0), (SHARED, 2048, 1.05), (FLAT, 64, 1.1), (FLAT, 2048, 3.0))]  # fmt: skip
-    kept, short, long = of_jobs(loads, judged=True)
+    kept, short, long = of_jobs(loads)
     assert (kept.met, short.met, long.met) == (True, None, True)
     assert kept.ours == pytest.approx(100 / 1.05) and long.ours == pytest.approx(3 / 1.05)
 
@@ -347,7 +346,7 @@ def test_a_batch_job_is_judged_by_the_longest_system_prompt() -> None:
 def test_bytes_that_sharing_spares_are_told_for_every_prompt() -> None:
     sizes = {(1024, "shared"): 40, (1024, "unshared"): 100, (4096, "shared"): 10, (4096, "unshared"): 100, (8192, "shared"): 1}
     served = Served(1.0, 8, (0.01,), 1, 1)
-    short, long = of_crowds([Crowd(prompt, mode, 8, 1.0, served, size) for (prompt, mode), size in sizes.items()], judged=True)
+    short, long = of_crowds([Crowd(prompt, mode, 8, 1.0, served, size) for (prompt, mode), size in sizes.items()])
     assert (short.ours, short.met, long.ours, long.met) == (pytest.approx(60), None, pytest.approx(90), True)
 
 

@@ -27,7 +27,7 @@ WINDOW, PAGE = QUICK.window, QUICK.window // 16
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(tiny_model(max_positions=1024), TOKENS, QUICK, judged=True)
+    return Bench(tiny_model(max_positions=1024), TOKENS, QUICK)
 
 
 def naive_by_hand(model: Model, pool: object, slots: dict[int, int], tokens: list[int], new: list[int], free: list[int]) -> float:
@@ -71,7 +71,7 @@ def test_every_way_is_another_and_recomputing_is_the_plain_prompt(bench: Bench) 
     assert len({round(nats, 3) for nats in found.values()}) == 4
     first, half = PAGE, WINDOW // 2
     left = [*TOKENS[:first], *TOKENS[first + half : WINDOW + QUICK.scored]]
-    other = Bench(bench.engine.model, TOKENS, QUICK, judged=True)
+    other = Bench(bench.engine.model, TOKENS, QUICK)
     assert found[RECOMPUTED] == pytest.approx(other._surprise(left[:-1], left[-QUICK.scored :]), rel=1e-5)
     assert set(found) == {RECOMPUTED, MOVED, ROOTLESS, NAIVE}
 
@@ -114,7 +114,7 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest
 
 def test_too_little_text_and_nonsense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="2 windows and 2 turns need 512"):
-        Bench(tiny_model(), TOKENS[:100], QUICK, judged=False)
+        Bench(tiny_model(), TOKENS[:100], QUICK)
     with pytest.raises(InvalidOption, match="--windows"):
         truncation.main(["--windows", "0"])
 
@@ -123,7 +123,7 @@ def test_small_sizes_may_be_repeated_as_often_as_one_likes(monkeypatch: pytest.M
     made: list[truncation.Sizes] = []
 
     class Seen(Bench):
-        def __init__(self, model: Model, tokens: Sequence[int], sizes: truncation.Sizes, *, judged: bool) -> None:
+        def __init__(self, model: Model, tokens: Sequence[int], sizes: truncation.Sizes) -> None:
             made.append(sizes)
             raise InvalidOption("seen")
 

@@ -70,7 +70,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
         config = engine_config("shared", rows, reuse=mode == SHARED)
         found += setting.attempt(mode, config, partial(_crowds, setting, arguments, mode)) or []
     if found:
-        setting.report.promise(promises(found, setting.judged))
+        setting.report.promise(promises(found))
 
 
 def _crowds(setting: Setting, arguments: argparse.Namespace, mode: str, engine: Engine) -> list[Crowd]:
@@ -87,13 +87,13 @@ def _crowds(setting: Setting, arguments: argparse.Namespace, mode: str, engine: 
     return crowds
 
 
-def promises(found: Sequence[Crowd], judged: bool) -> list[Result]:
+def promises(found: Sequence[Crowd]) -> list[Result]:
     results = []
     by = {(crowd.prompt, crowd.mode): crowd for crowd in found}
     for prompt in sorted({crowd.prompt for crowd in found}):
         ours, theirs = (by.get((prompt, mode)) for mode in MODES)
         if ours is not None and theirs is not None:
-            spared, least = 100 * (1 - ours.kv_bytes / theirs.kv_bytes), SPARED if judged and prompt == PROMISED else None
+            spared, least = 100 * (1 - ours.kv_bytes / theirs.kv_bytes), SPARED if prompt == PROMISED else None
             note = f"latency {ours.served.latency_ms:.1f} ms/tok instead of {theirs.served.latency_ms:.1f}"
             results.append(at_least(f"peak KV bytes spared, {prompt} shared tokens", spared, "%", least, note))
     return results

@@ -106,9 +106,8 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
     facts |= {"model": f"random weights in the shape of {shape}", "device": device_name(place), "dtype": str(kind)}
     facts |= {"quantization": arguments.quantization, "KV cache": str(model.states)}
     clock = Clock(place, arguments.repeats, 1 << 20 if arguments.quick else FLUSH)
-    report = Report(facts, arguments.json)
-    judged = place.type == "cuda" and not arguments.quick
-    return Setting(model, weights, limits, clock, report, arguments.seed, judged)
+    report = Report(facts, arguments.json, judged=place.type == "cuda" and not arguments.quick)
+    return Setting(model, weights, limits, clock, report, arguments.seed)
 
 
 def _check(arguments: argparse.Namespace) -> None:

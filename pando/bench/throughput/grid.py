@@ -103,7 +103,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
     for batch in arguments.batches:
         found += _batch(setting, batch, arguments)
     if found:
-        setting.report.promise(promises(found, setting.judged))
+        setting.report.promise(promises(found))
 
 
 def _batch(setting: Setting, batch: int, arguments: argparse.Namespace) -> list[Cell]:
@@ -151,7 +151,7 @@ def behind(engine: Engine, batch: int, prefix: int, window: Window, seed: int, w
     return decode(engine, [(*shared, token) for token in own], window, watch)  # a thousand lists would be looked through for garbage
 
 
-def promises(cells: Sequence[Cell], judged: bool) -> list[Result]:
+def promises(cells: Sequence[Cell]) -> list[Result]:
     results = []
     over = {cell.over_floors: cell for cell in cells if cell.over_floors is not None}
     if over:
@@ -159,13 +159,12 @@ def promises(cells: Sequence[Cell], judged: bool) -> list[Result]:
         brief = f", {worst.over_brief:.2f}x with brief products" if worst.over_brief is not None else ""
         note = f"at batch {worst.batch}, prefix {worst.prefix}{brief}; best {min(over):.2f}x"
         case = f"a decode step against the sum of its floors, worst of {len(over)}"
-        results.append(at_most(case, max(over), "times", OVER_FLOORS if judged else None, note))
+        results.append(at_most(case, max(over), "times", OVER_FLOORS, note))
     for mode in (SHARED, FLAT):
         rates = {cell.prefix: rate for cell in cells if cell.batch == BATCH and (rate := cell.rate(mode)) is not None}
         if SHORT in rates and LONG in rates:
             lost, case = 100 * (1 - rates[LONG] / rates[SHORT]), f"throughput lost from {SHORT} to {LONG} at batch {BATCH}, {mode}"
-            kept = at_most(case, lost, "%", LOST if judged else None)
-            results.append(kept if mode == SHARED else at_least(case, lost, "%", LOST_FLAT if judged else None))
+            results.append(at_most(case, lost, "%", LOST) if mode == SHARED else at_least(case, lost, "%", LOST_FLAT))
     return results
 
 

@@ -85,7 +85,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
         setting.report.begin(SERVICE, about, HEADS)
         services = _each_mode(setting, arguments, _service)
     if jobs or services:
-        setting.report.promise([*of_jobs(jobs, setting.judged), *of_services(services, arguments.limit, setting.judged)])
+        setting.report.promise([*of_jobs(jobs), *of_services(services, arguments.limit)])
 
 
 Scenario = Callable[[Setting, argparse.Namespace, str, Engine], list[Load]]
@@ -138,17 +138,17 @@ def _rehearse(engine: Engine, jobs: Sequence[Job]) -> None:
     engine.clear_cache()
 
 
-def of_jobs(loads: Sequence[Load], judged: bool) -> list[Result]:
+def of_jobs(loads: Sequence[Load]) -> list[Result]:
     speeds = {(load.mode, load.system): load.served.tokens_per_second for load in loads}
     results = []
     short, long = speeds.get((SHARED, SHORT)), speeds.get((SHARED, LONG))
     if short is not None and long is not None:
         case = f"throughput behind {LONG} tokens, of that behind {SHORT}"
-        results.append(at_least(case, 100 * long / short, "%", KEPT if judged else None))
+        results.append(at_least(case, 100 * long / short, "%", KEPT))
     for system in sorted({load.system for load in loads}):
         ours, theirs = speeds.get((SHARED, system)), speeds.get((FLAT, system))
         if ours is not None and theirs is not None:
-            least = OVER_FLAT if judged and system == LONG else None
+            least = OVER_FLAT if system == LONG else None
             results.append(at_least(f"batch job behind {system} tokens, times flat", ours / theirs, "times", least))
     return results
 
@@ -158,15 +158,15 @@ def knee(loads: Sequence[Load], mode: str, limit: float) -> float | None:
     return max((load.rate for load in loads if load.mode == mode and load.served.latency_ms <= limit), default=None)
 
 
-def of_services(loads: Sequence[Load], limit: float, judged: bool) -> list[Result]:
+def of_services(loads: Sequence[Load], limit: float) -> list[Result]:
     ours, theirs = knee(loads, SHARED, limit), knee(loads, FLAT, limit)
     if ours is None or theirs is None:
         return []
     ended = {mode: any(load.mode == mode and load.served.latency_ms > limit for load in loads) for mode in MODES}
     note = f"{ours:g} against {theirs:g} requests/s under {limit:g} ms/tok"
     note += "".join(f"; the most that was tried, {mode}" for mode, over in ended.items() if not over)
-    sized = judged and max(load.system for load in loads) == LONG
-    return [at_least("requests per second at the knee, times flat", ours / theirs, "times", KNEE if sized else None, note)]
+    least = KNEE if max(load.system for load in loads) == LONG else None
+    return [at_least("requests per second at the knee, times flat", ours / theirs, "times", least, note)]
 
 
 def draw_job(axis: "Axes", loads: Sequence[Load]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..measure import Result, line, write_json
+from ..measure import Result, told, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +39,7 @@ class Report:
 
     facts: Mapping[str, object]
     file: Path | None = None
+    judged: bool = True  # the promises are about a GPU and the full sizes
     tables: dict[str, list[Line]] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -62,8 +63,7 @@ class Report:
 
     def promise(self, results: Sequence[Result]) -> None:
         """What follows from a table."""
-        self.results += results
-        print("\n".join(map(line, results)), flush=True)
+        self.results += told(results, judged=self.judged)
         self._write()
 
     def _row(self, cells: Sequence[str]) -> str:

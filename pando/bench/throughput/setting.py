@@ -36,7 +36,6 @@ class Setting:
     clock: Clock
     report: Report
     seed: int
-    judged: bool  # the promises are about a GPU and the full sizes
 
     @property
     def heads(self) -> Heads:

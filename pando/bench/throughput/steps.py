@@ -66,7 +66,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> None:
             found.append(one)
             setting.report.add(one)
     if found:
-        setting.report.promise(promises(found, setting.judged))
+        setting.report.promise(promises(found))
 
 
 def _alone(setting: Setting, batch: int, window: Window, read_ms: float) -> Alone | None:
@@ -87,16 +87,10 @@ def _alone(setting: Setting, batch: int, window: Window, read_ms: float) -> Alon
         return Alone(batch, pace, read_ms, products, setting.attention_ms(batch, 0, own))
 
 
-def promises(found: Sequence[Alone], judged: bool) -> list[Result]:
-    results = [
-        at_most("one row's step against reading the weights", one.over_read, "times", OVER_READ if judged else None)
-        for one in found
-        if one.batch == 1
-    ]
-    for one in found:
-        if one.pace.idle is not None:
-            results.append(at_most(f"idle between steps, batch {one.batch}", 100 * one.pace.idle, "%", IDLE if judged else None))
-    return results
+def promises(found: Sequence[Alone]) -> list[Result]:
+    read = [at_most("one row's step against reading the weights", one.over_read, "times", OVER_READ) for one in found if one.batch == 1]
+    idle = [(one.batch, 100 * one.pace.idle) for one in found if one.pace.idle is not None]
+    return [*read, *(at_most(f"idle between steps, batch {batch}", share, "%", IDLE) for batch, share in idle)]
 
 
 def draw(axis: "Axes", found: Sequence[Alone]) -> None:
