@@ -13,7 +13,7 @@ import httpx
 from ..errors import InvalidOption
 from ..flags import Parser, written_file
 from .client import Endpoint, Target
-from .options import SUFFIXES, number, picture, whole
+from .options import SUFFIXES, decimal, picture, several, whole
 from .traffic import MAX_REQUESTS, Kind, Source, Workload, read_lengths, source
 
 REQUESTS = 32
@@ -106,11 +106,7 @@ def _address(url: str) -> str:
 
 
 def _rate(text: str) -> float:
-    return math.inf if text.strip() == "inf" else number()(text)
-
-
-def _rates(text: str) -> list[float]:
-    return [_rate(part) for part in text.split(",")]
+    return math.inf if text.strip() == "inf" else decimal()(text)
 
 
 def parser() -> Parser:
@@ -130,16 +126,16 @@ def _add_server(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--endpoint", choices=get_args(Endpoint), default="chat", help="the route that requests use (%(default)s)")
     ignore = "make answers exactly as long as requested, if the server knows ignore_eos (yes)"
     to.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=ignore)
-    to.add_argument("--timeout", type=number(), default=600.0, metavar="S", help="seconds after which a request counts as failed (600)")
+    to.add_argument("--timeout", type=decimal(), default=600.0, metavar="S", help="seconds after which a request counts as failed (600)")
 
 
 def _add_arrivals(to: argparse._ArgumentGroup) -> None:
     rates = to.add_mutually_exclusive_group()
     rates.add_argument("--rate", type=_rate, default=1.0, metavar="R", help="requests per second, Poisson; inf: all at once (1)")
-    rates.add_argument("--rates", type=_rates, metavar="R,R,...", help="several rates, one after the other, such as 1,2,4,inf")
+    rates.add_argument("--rates", type=several(_rate), metavar="R,R,...", help="several rates, one after the other, such as 1,2,4,inf")
     to.add_argument("--requests", type=whole(1), metavar="N", help=f"requests at each rate ({REQUESTS} without --duration)")
     to.add_argument(
-        "--duration", type=number(), metavar="S", help="seconds during which requests arrive; conversations that have begun are finished"
+        "--duration", type=decimal(), metavar="S", help="seconds during which requests arrive; conversations that have begun are finished"
     )
     to.add_argument(
         "--concurrency", type=whole(1), metavar="N", help="the most requests in flight; delays it causes are counted (no limit)"
@@ -159,12 +155,12 @@ def _add_workload(to: argparse._ArgumentGroup) -> None:
     to.add_argument("--output-tokens", type=whole(1), default=64, metavar="N", help="length of each answer (64)")
     to.add_argument("--turns", type=whole(1), metavar="N", help=f"turns of a conversation, with multi-turn ({TURNS})")
     to.add_argument(
-        "--think", type=number(zero=True), default=1.0, metavar="S", help="mean seconds between an answer and the next turn (1)"
+        "--think", type=decimal(zero=True), default=1.0, metavar="S", help="mean seconds between an answer and the next turn (1)"
     )
     to.add_argument("--lengths", type=Path, metavar="FILE", help="with lengths: a CSV file of prompt and answer tokens to draw from")
     to.add_argument("--text", type=Path, metavar="FILE", help="a text from which prompts are cut (random words)")
     ratio = "tokens per word, to meet the lengths (measured by two requests)"
-    to.add_argument("--tokens-per-word", type=number(), metavar="X", help=ratio)
+    to.add_argument("--tokens-per-word", type=decimal(), metavar="X", help=ratio)
 
 
 def _add_output(to: argparse._ArgumentGroup) -> None:

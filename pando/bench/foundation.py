@@ -13,7 +13,7 @@ from . import PARTS, cases
 from .baseline import quiet
 from .host import chosen
 from .measure import Result, finish, machine, show, told
-from .options import above_zero, cores
+from .options import cores, whole
 from .subject import add_name
 from .workloads import DATA_VARIABLE, gather
 
@@ -33,7 +33,6 @@ AT_ANY_SIZE = (*NEEDS_REAL_WEIGHTS, "pages")  # must be what was promised
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    above_zero(arguments, "repeats", "threads", "chats", "system_tokens", "ppl_tokens")
     names = [name for name in arguments.only or CASES if not (arguments.random_weights and name in NEEDS_REAL_WEIGHTS)]
     if not names:
         raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")
@@ -75,12 +74,12 @@ def _parser() -> Parser:
     add_name(parser, "a Llama model")
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: to see that it runs; the numbers mean little")
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")
-    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="CPU threads for both sides (the cores at hand)")
-    parser.add_argument("--chats", type=int, metavar="N", help=f"chat prompts whose greedy text is compared ({cases.FULL.chats})")
-    parser.add_argument("--system-tokens", type=int, metavar="N", help=f"tokens of text those share ({cases.FULL.system_tokens})")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")
+    parser.add_argument("--threads", type=whole(1), default=cores(), metavar="N", help="CPU threads for both sides (the cores at hand)")
+    parser.add_argument("--chats", type=whole(1), metavar="N", help=f"chat prompts whose greedy text is compared ({cases.FULL.chats})")
+    parser.add_argument("--system-tokens", type=whole(1), metavar="N", help=f"tokens of text those share ({cases.FULL.system_tokens})")
     scored = parser.add_mutually_exclusive_group()
-    scored.add_argument("--ppl-tokens", type=int, metavar="N", help=f"tokens scored for perplexity ({cases.FULL.scored_tokens})")
+    scored.add_argument("--ppl-tokens", type=whole(1), metavar="N", help=f"tokens scored for perplexity ({cases.FULL.scored_tokens})")
     scored.add_argument("--full", action="store_true", help="score the whole text for perplexity")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the shared prefix is cut from")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder of texts and dialogues; also {DATA_VARIABLE}")

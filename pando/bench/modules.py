@@ -24,7 +24,7 @@ from ..flags import Parser, written_file
 from ..markup.schema import read_schema
 from .answers import FEWEST, PARAGRAPHS, compare_answers, read_questions
 from .measure import Result, at_most, compared, finish, interleave, show, told
-from .options import above_zero, picture
+from .options import picture, whole
 from .subject import add_model, facts_of, model_of, named
 from .traffic import VOCABULARY
 from .trial import first_token
@@ -52,7 +52,6 @@ QUICK = Sizes(imports=(1, 2), headline=2, piece=24, new=6, repeats=2, modules=50
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    above_zero(arguments, "questions", "repeats")
     questions = read_questions(arguments.data) if arguments.data else []
     if arguments.data and len(questions) < FEWEST:
         raise InvalidOption(f"--data {arguments.data}: {len(questions)} paragraphs with questions, and a schema takes {FEWEST}; give more")
@@ -180,10 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "Measure prompts made of modules: the time to the first token, and how close answers are to those of plain prompts."
     parser = Parser(prog="pando bench modules", description=about)
     add_model(parser)
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each timing; medians count ({Sizes.repeats})")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"runs of each timing; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with xquad_en.json: compare answers, too")
-    parser.add_argument("--questions", type=int, default=100, metavar="N", help="how many questions to ask (100)")
+    parser.add_argument("--questions", type=whole(1), default=100, metavar="N", help="how many questions to ask (100)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which questions (0)")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the time to the first token over the tokens of modules")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")

@@ -5,78 +5,47 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import InvalidOption
 from ..flags import written_file
+
+T = TypeVar("T")
 
 SUFFIXES = (".svg", ".png", ".pdf")
 MOST = 999_999_999
 
 
-def above_zero(given: argparse.Namespace, *names: str) -> None:
-    """Refuses what would fail, or mean nothing, after minutes of measuring. An option that was not given has no value."""
-    for name in names:
-        value = getattr(given, name)
-        if value is not None and not 0 < value < math.inf:
-            raise InvalidOption(f"--{name.replace('_', '-')} is {value}; it must be {'at least 1' if type(value) is int else 'above 0'}")
-
-
 def whole(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not _is_whole(text, least):
+        if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and int(text) >= least):
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {MOST}")
         return int(text)
 
     return parse
 
 
-def whole_numbers(text: str) -> list[int]:
-    """Each once, in ascending order."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(_is_whole(part, 1) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 1 to {MOST}, such as 32,128")
-    return sorted(set(map(int, parts)))
-
-
-def _is_whole(text: str, least: int) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and int(text) >= least
-
-
-def number(*, zero: bool = False) -> Callable[[str], float]:
+def decimal(*, zero: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        value = _value(text)
-        if not _is_number(value, zero):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number {_from(zero)} 0")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (0 < value < math.inf or (zero and value == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number {'from' if zero else 'above'} 0")
         return value
 
     return parse
 
 
-def numbers(*, zero: bool = False) -> Callable[[str], list[float]]:
-    """In the order given."""
-
-    def parse(text: str) -> list[float]:
-        values = [_value(part) for part in text.split(",")]
-        if not all(_is_number(value, zero) for value in values):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers {_from(zero)} 0, such as 1,2.5")
-        return values
-
-    return parse
+def several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Separated by commas, in the order given."""
+    return lambda text: [parse(part.strip()) for part in text.split(",")]
 
 
-def _value(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _is_number(value: float, zero: bool) -> bool:
-    return 0 < value < math.inf or (zero and value == 0)
-
-
-def _from(zero: bool) -> str:
-    return "from" if zero else "above"
+def whole_numbers(text: str) -> list[int]:
+    """Each once, in ascending order."""
+    return sorted(set(several(whole(1))(text)))
 
 
 def chosen(words: Mapping[str, str]) -> Callable[[str], list[str]]:

@@ -11,12 +11,11 @@ from random import Random
 
 from ..config import EngineConfig, load
 from ..engine.llm import LLM
-from ..errors import InvalidOption
 from ..flags import Parser, written_file
 from .host import chosen, hosted
 from .lean import Line, Streamed
 from .measure import Result, Samples, at_most, compared, finish, interleave, machine, show, told
-from .options import above_zero
+from .options import whole
 from .subject import add_name
 from .traffic import VOCABULARY
 from .trial import first_token, greedy
@@ -46,9 +45,6 @@ class Sizes:
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     sizes = Sizes(arguments.clients, arguments.tokens, arguments.prefix_tokens, repeats=arguments.repeats, firsts=arguments.firsts)
-    above_zero(arguments, "clients", "prefix_tokens", "repeats", "firsts")
-    if sizes.tokens < 2:
-        raise InvalidOption(f"--tokens is {sizes.tokens}; it must be at least 2")
     with contextlib.ExitStack() as stack:
         model, options = stack.enter_context(chosen(arguments.model, arguments.random_weights))
         engine = load({"model": model, "max_num_seqs": sizes.clients, "kv_cache_tokens": sizes.pool}, os.environ, None)
@@ -156,14 +152,16 @@ def _parser() -> Parser:
     about = "Measure what HTTP streaming costs: the same prompts through LLM and through a server in another process, in turn."
     parser, sizes = Parser(prog="pando bench overhead", description=about), Sizes()
     add_name(parser)
-    parser.add_argument("--clients", type=int, default=sizes.clients, metavar="N", help=f"requests at the same time ({sizes.clients})")
-    parser.add_argument("--tokens", type=int, default=sizes.tokens, metavar="N", help=f"tokens of each answer ({sizes.tokens})")
-    parser.add_argument("--prefix-tokens", type=int, default=sizes.prefix, metavar="N", help=f"tokens all prompts share ({sizes.prefix})")
+    parser.add_argument("--clients", type=whole(1), default=sizes.clients, metavar="N", help=f"requests at the same time ({sizes.clients})")
+    parser.add_argument("--tokens", type=whole(2), default=sizes.tokens, metavar="N", help=f"tokens of each answer ({sizes.tokens})")
     parser.add_argument(
-        "--repeats", type=int, default=sizes.repeats, metavar="N", help=f"runs of each side; medians count ({sizes.repeats})"
+        "--prefix-tokens", type=whole(1), default=sizes.prefix, metavar="N", help=f"tokens all prompts share ({sizes.prefix})"
     )
     parser.add_argument(
-        "--firsts", type=int, default=sizes.firsts, metavar="N", help=f"prompts whose first token is timed ({sizes.firsts})"
+        "--repeats", type=whole(1), default=sizes.repeats, metavar="N", help=f"runs of each side; medians count ({sizes.repeats})"
+    )
+    parser.add_argument(
+        "--firsts", type=whole(1), default=sizes.firsts, metavar="N", help=f"prompts whose first token is timed ({sizes.firsts})"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the prompts (0)")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")

@@ -21,7 +21,7 @@ from ..markup.pml import Element, parse
 from ..model.load import load
 from .judge import Distance, Judge, Reference
 from .measure import columns, write_json
-from .options import above_zero, text_of
+from .options import text_of, whole
 from .subject import add_device
 
 TOKENS = 32
@@ -65,7 +65,6 @@ class Report:
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    above_zero(arguments, "tokens")
     repairs, encodes = _repairs(arguments.repair), _encodes(arguments.encode)
     schema = parse(text_of(arguments.file), str(arguments.file))
     prompts = [parse(text, str(arguments.prompts)) for text in split(text_of(arguments.prompts))]
@@ -195,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=EngineConfig.model, metavar="M", help=f"the model ({EngineConfig.model})")
     parser.add_argument("--repair", default=",".join(f"{each:g}" for each in REPAIRS), metavar="R,R", help="shares to repair (0,0.1,0.2,1)")
     parser.add_argument("--encode", metavar="E,E", help=f"ways to encode, instead of the schema's: {', '.join(ENCODES)}")
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
+    parser.add_argument("--tokens", type=whole(1), default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
     add_device(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write the numbers, too")
     return parser

@@ -16,7 +16,7 @@ from .host import Gone, Site, Vitals, chosen, hosted, last_words, vitals
 from .ledger import Counts, Observed, Sample, counts, judge
 from .measure import Result, table, write_json
 from .mixture import Known, Mixture, Sizes, bad
-from .options import above_zero
+from .options import decimal, whole
 from .subject import add_name
 from .traffic import VOCABULARY
 
@@ -35,7 +35,6 @@ SERVER = (
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    above_zero(arguments, "minutes", "clients", "timeout")
     keys = {name: secrets.token_urlsafe() for name in (*TENANTS, ALONE)}
     with contextlib.ExitStack() as stack:
         model, options = stack.enter_context(chosen(arguments.model, arguments.random_weights))
@@ -189,10 +188,10 @@ def _parser() -> Parser:
         "Load a small server with two tenants and requests of every kind; check that all answers are right and everything is given back."
     )
     parser = Parser(prog="pando bench soak", description=about)
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="how long the load lasts (10)")
-    parser.add_argument("--clients", type=int, default=8, metavar="N", help="clients at the same time (8)")
+    parser.add_argument("--minutes", type=decimal(), default=10.0, metavar="N", help="how long the load lasts (10)")
+    parser.add_argument("--clients", type=whole(1), default=8, metavar="N", help="clients at the same time (8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices (0)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds after which a request counts as stuck (120)")
+    parser.add_argument("--timeout", type=decimal(), default=120.0, metavar="S", help="seconds after which a request counts as stuck (120)")
     parser.add_argument("--margin-mib", type=int, default=64, metavar="N", help="MiB that memory may grow after the warm-up (64)")
     add_name(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample and counter, too")

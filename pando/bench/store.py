@@ -16,7 +16,7 @@ from ..flags import Parser, written_file
 from ..model.load import Model
 from . import codecs, preload, returning, rounding, saving
 from .measure import Result, finish, show, told
-from .options import above_zero, folder, picture
+from .options import decimal, folder, picture, whole
 from .subject import add_model, facts_of, model_of, named
 from .workloads import gather
 
@@ -67,7 +67,6 @@ CASES: dict[str, Callable[[Setting], list[Result]]] = {
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    above_zero(arguments, "repeats", "rows", "new", "bandwidth", "modules")
     model = model_of(arguments)
     facts = facts_of(named(arguments), model, " ".join(["pando bench store", *argv]))
     show(facts)
@@ -110,14 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="pando bench store", description=about)
     add_model(parser)
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"one of {', '.join(CASES)}; may be repeated")
-    parser.add_argument("--repeats", type=int, metavar="N", help="of each conversation and load; medians count (3; on a GPU 7 loads)")
-    parser.add_argument("--rows", type=int, metavar="N", help="requests whose context is loaded together (1; on a GPU 16)")
-    parser.add_argument("--new", type=int, metavar="N", help="tokens that are computed after what is loaded (64; on a GPU 100)")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help="of each conversation and load; medians count (3; on a GPU 7 loads)")
+    parser.add_argument("--rows", type=whole(1), metavar="N", help="requests whose context is loaded together (1; on a GPU 16)")
+    parser.add_argument("--new", type=whole(1), metavar="N", help="tokens that are computed after what is loaded (64; on a GPU 100)")
     parser.add_argument(
-        "--modules", type=int, metavar="N", help="the context that is loaded is made of so many modules (it is a plain one)"
+        "--modules", type=whole(1), metavar="N", help="the context that is loaded is made of so many modules (it is a plain one)"
     )
     bandwidth = "of the tier that stands in for the disk when loads are measured (100; on a GPU they come from host memory instead)"
-    parser.add_argument("--bandwidth", type=float, metavar="MB/S", help=bandwidth)
+    parser.add_argument("--bandwidth", type=decimal(), metavar="MB/S", help=bandwidth)
     parser.add_argument("--dir", type=folder, metavar="DIR", help="where the disk tier is made, and removed at the end (the system's own)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text for measuring rounding (the documentation of Python)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")

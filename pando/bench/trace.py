@@ -23,7 +23,7 @@ from ..store.policy import POLICIES
 from .conversations import MOST_TOKENS, PAGE, Conversation, Shape, read, sharegpt
 from .measure import Result, columns, percentile, table, write_json
 from .optimum import optimum
-from .options import SUFFIXES, cores, number, numbers, picture, whole
+from .options import SUFFIXES, cores, decimal, picture, several, whole
 from .replay import Busy, Machine, Outcome, endless, recomputed, replay
 
 GIB, HOUR = 2**30, 3600
@@ -319,7 +319,7 @@ def _machine(given: argparse.Namespace) -> Machine:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    values = numbers()(text)
+    values = several(decimal())(text)
     if len(values) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, such as 15,15,60")
     return tuple(value / 100 for value in values)
@@ -333,13 +333,12 @@ def _parser() -> Parser:
     )
     made.add_argument("--generate", choices=["sharegpt"], help="conversations with ShareGPT's published statistics, instead of a file")
     made.add_argument("--policy", choices=["all", *POLICIES], default="all", help="(%(default)s)")
-    made.add_argument("--host-gib", type=numbers(), metavar="N,N,...", help="of host memory (119: 128 GB)")
-    made.add_argument("--disk-gib", type=numbers(zero=True), metavar="N,N,...", help="of disk; 0: none (9313, 10 TB; with a file none)")
-    made.add_argument(
-        "--think-seconds", type=numbers(zero=True), default=[60.0], metavar="S,S,...", help="mean pause before a turn, assumed (60)"
-    )
+    made.add_argument("--host-gib", type=several(decimal()), metavar="N,N,...", help="of host memory (119: 128 GB)")
+    amounts, pauses = several(decimal(zero=True)), "mean pause before a turn, assumed (60)"
+    made.add_argument("--disk-gib", type=amounts, metavar="N,N,...", help="of disk; 0: none (9313, 10 TB; with a file none)")
+    made.add_argument("--think-seconds", type=amounts, default=[60.0], metavar="S,S,...", help=pauses)
     made.add_argument("--conversations", type=whole(1), default=9000, metavar="N", help="to generate (9000)")
-    made.add_argument("--rate", type=number(), default=1.0, metavar="R", help="conversations that begin in a second, Poisson (1)")
+    made.add_argument("--rate", type=decimal(), default=1.0, metavar="R", help="conversations that begin in a second, Poisson (1)")
     made.add_argument(
         "--overflow",
         choices=["compute", "move"],
@@ -349,8 +348,8 @@ def _parser() -> Parser:
     made.add_argument("--warmup", type=whole(0), metavar="N", help="turns that are not counted (10000; with a file 0)")
     made.add_argument("--model", choices=MACHINES, help="and its machine (llama-13b on 2 A100; with a file llama-70b on 4)")
     made.add_argument("--machines", type=whole(1), default=1, metavar="N", help="as one that is so many times as fast (1)")
-    made.add_argument("--prefill-rate", type=number(), metavar="R", help="tokens that are computed in a second, of all machines together")
-    made.add_argument("--step-ms", type=number(), metavar="MS", help="of a decoding step")
+    made.add_argument("--prefill-rate", type=decimal(), metavar="R", help="tokens that are computed in a second, of all machines together")
+    made.add_argument("--step-ms", type=decimal(), metavar="MS", help="of a decoding step")
     made.add_argument("--jobs", type=whole(1), metavar="N", help="replays at the same time (the cores at hand)")
     made.add_argument("--seed", type=whole(0), default=0, metavar="N", help="(0)")
     made.add_argument("--engine", action="store_true", help="a small part of the trace, through a real engine with random weights")

@@ -25,7 +25,7 @@ from ..kv.segment import Segment
 from ..model.load import Model, load
 from .judge import Listener, surprise_of
 from .measure import Result, Samples, at_least, at_most, compared, finish, interleave, show, told
-from .options import above_zero
+from .options import whole
 from .subject import add_device, facts_of
 from .trial import greedy
 from .workloads import DATA_VARIABLE, gather
@@ -51,7 +51,6 @@ QUICK = Sizes(window=128, scored=16, windows=2, new=4, repeats=2)
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    above_zero(arguments, "windows", "repeats")
     texts, sizes = gather(arguments.text, arguments.data, os.environ), QUICK if arguments.quick else Sizes()
     sizes = replace(sizes, windows=arguments.windows or sizes.windows, repeats=arguments.repeats or sizes.repeats)
     model = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
@@ -208,8 +207,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="pando bench truncation", description=about)
     parser.add_argument("--model", default=EngineConfig.model, help=f"a model by name, directory or file ({EngineConfig.model})")
     add_device(parser)
-    parser.add_argument("--windows", type=int, metavar="N", help=f"number of windows, evenly spread over the text ({Sizes.windows})")
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"runs of each timing; medians count ({Sizes.repeats})")
+    parser.add_argument("--windows", type=whole(1), metavar="N", help=f"number of windows, evenly spread over the text ({Sizes.windows})")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"runs of each timing; medians count ({Sizes.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text from which the windows are cut")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder with such a text; also {DATA_VARIABLE}")

@@ -37,7 +37,7 @@ def test_small_sizes_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("value", ["0", "-1"])
 @pytest.mark.usefixtures("quick_cases")
 def test_sizes_of_nothing_are_refused_and_do_not_stand_for_the_usual_ones(option: str, value: str) -> None:
-    with pytest.raises(InvalidOption, match=f"{option} is {value}; it must be at least 1"):
+    with pytest.raises(InvalidOption, match=f"{option}: '{value}' is no whole number from 1"):
         foundation.main([option, value])
 
 

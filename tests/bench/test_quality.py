@@ -168,7 +168,7 @@ def test_a_file_of_prompts_may_begin_with_the_mark_of_an_editor(tmp_path: Path) 
         (["--repair", "0,2"], "from 0 to 1"),
         (["--repair", "some"], "from 0 to 1"),
         (["--encode", "opening,sideways"], "opening"),
-        (["--tokens", "0"], "at least 1"),
+        (["--tokens", "0"], "no whole number from 1"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: list[str], message: str) -> None:

@@ -217,7 +217,7 @@ def test_the_command_runs_without_a_file_writes_its_samples_and_draws(tmp_path: 
 
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="--repeats is 0; it must be at least 1"):
+    with pytest.raises(InvalidOption, match="--repeats: '0' is no whole number from 1"):
         store.main(["--repeats", "0"])
     with pytest.raises(InvalidOption, match="no such folder"):
         store.main(["--dir", str(tmp_path / "nowhere")])

@@ -510,14 +510,14 @@ def test_what_is_wrong_with_a_table_that_is_not_measured_is_no_matter() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--batches", "0,4"], "no list of whole numbers"),
+        (["--batches", "0,4"], "'0' is no whole number from 1"),
         (["--modes", "shared,fast"], "no list of shared, flat, none"),
-        (["--arrivals", "inf"], "no list of numbers above 0"),
+        (["--arrivals", "inf"], "'inf' is no number above 0"),
         (["--chunk-prompts", "1024"], "--chunk-prompts has 1 and --chunk-arrivals 3"),
         (["--requests", "256"], "--requests is 256 and --rows 256"),
         (["--only", "relay", "--modes", "none"], "none of shared and flat"),
-        (["--steps", "0"], "--steps is 0"),
-        (["--seconds", "nan"], "--seconds is nan"),
+        (["--steps", "0"], "--steps: '0' is no whole number from 1"),
+        (["--seconds", "nan"], "--seconds: 'nan' is no number above 0"),
         (["--json", "nowhere/found.json"], "no folder"),
         (["--lengths", "nowhere.csv"], "cannot be read"),
         (["--only", "hydragen", "--shape", "tiny", "--device", "cpu", "--batches", "400"], "there are 320"),

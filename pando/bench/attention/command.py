@@ -19,7 +19,7 @@ from ...flags import Parser, written_file
 from ...model.load import choose_device, choose_dtype
 from ...model.shelf import Shelf
 from ..measure import today, write_json
-from ..options import above_zero, cores, picture
+from ..options import cores, decimal, picture, whole
 from . import calibrate as calibration
 from .bench import Bench
 from .cases import DTYPES, SHORT, Case, read_cases
@@ -156,7 +156,6 @@ def _heads(arguments: argparse.Namespace, device: torch.device) -> Heads:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Whatever is known to fail after minutes of measuring is refused before."""
-    above_zero(arguments, "repeats", "threads", "page_size", "head_size", "bandwidth", "rate")
     if arguments.calibrate and (arguments.json or arguments.plot or arguments.peers or arguments.match):
         raise InvalidOption("--calibrate measures its own cases and keeps its own file; leave out --json, --plot, --peers and --match")
     if not arguments.calibrate and (arguments.heads or arguments.head_size):
@@ -186,14 +185,16 @@ def _parser() -> Parser:
     parser.add_argument(
         "--dtype", type=_dtype, metavar="NAME", help=f"{', '.join(DTYPES)} (as each case says; with --calibrate, an engine's)"
     )
-    parser.add_argument("--page-size", type=int, default=size, metavar="N", help=f"token slots in a page ({size})")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"runs of each, of which the median counts ({REPEATS})")
-    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="CPU threads (the cores at hand)")
-    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the device, for the floor (measured)")
-    parser.add_argument("--rate", type=float, metavar="TFLOP/S", help="of the device, for the floor (measured)")
+    parser.add_argument("--page-size", type=whole(1), default=size, metavar="N", help=f"token slots in a page ({size})")
+    parser.add_argument(
+        "--repeats", type=whole(1), default=REPEATS, metavar="N", help=f"runs of each, of which the median counts ({REPEATS})"
+    )
+    parser.add_argument("--threads", type=whole(1), default=cores(), metavar="N", help="CPU threads (the cores at hand)")
+    parser.add_argument("--bandwidth", type=decimal(), metavar="TB/S", help="of the device, for the floor (measured)")
+    parser.add_argument("--rate", type=decimal(), metavar="TFLOP/S", help="of the device, for the floor (measured)")
     parser.add_argument("--peers", type=Path, metavar="FILE", help="JSON: microseconds of the best other kernel, by case, to compare with")
     parser.add_argument("--heads", metavar="Q/K", help="with --calibrate: query and key heads (32/8; on a CPU 9/3)")
-    parser.add_argument("--head-size", type=int, metavar="N", help="with --calibrate: elements of a head (128; on a CPU 64)")
+    parser.add_argument("--head-size", type=whole(1), metavar="N", help="with --calibrate: elements of a head (128; on a CPU 64)")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write the results")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw them: .svg, .png or .pdf")
     return parser

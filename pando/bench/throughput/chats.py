@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import Request
+from ..options import decimal, whole
 from ..report import spread
 from ..trial import drawn, greedy
 from .report import number, percent
@@ -74,9 +75,9 @@ class Chat:
 
 
 def add_options(to: argparse._ArgumentGroup) -> None:
-    to.add_argument("--chats", type=int, default=120, metavar="N", help="conversations that are under way at any time (120)")
-    to.add_argument("--chat-seconds", type=float, default=30.0, metavar="S", help="how long they are watched (30)")
-    to.add_argument("--think", type=float, default=4.0, metavar="S", help="between an answer and the next question, on average (4)")
+    to.add_argument("--chats", type=whole(1), default=120, metavar="N", help="conversations that are under way at any time (120)")
+    to.add_argument("--chat-seconds", type=decimal(), default=30.0, metavar="S", help="how long they are watched (30)")
+    to.add_argument("--think", type=decimal(), default=4.0, metavar="S", help="between an answer and the next question, on average (4)")
 
 
 def measure(setting: Setting, arguments: argparse.Namespace) -> None:

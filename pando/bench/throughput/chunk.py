@@ -10,7 +10,7 @@ from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...errors import InvalidOption
 from ..measure import Result, at_least
-from ..options import numbers, whole_numbers
+from ..options import decimal, several, whole, whole_numbers
 from ..trial import drawn
 from .report import number
 from .service import Served, jobs_of, serve, warm
@@ -50,9 +50,9 @@ def add_options(to: argparse._ArgumentGroup) -> None:
     prompts = "tokens of the prompt (1024,2048,4096)"
     to.add_argument("--chunk-prompts", type=whole_numbers, default=[1024, 2048, 4096], metavar="N,N,...", help=prompts)
     arriving = "requests per second for each of them (5,3,2: five times the paper's, on a faster device)"
-    to.add_argument("--chunk-arrivals", type=numbers(), default=[5.0, 3.0, 2.0], metavar="R,R,...", help=arriving)
-    to.add_argument("--chunk-requests", type=int, default=32, metavar="N", help="of each (32)")
-    to.add_argument("--chunk-answer", type=int, default=512, metavar="N", help="tokens of each answer (512)")
+    to.add_argument("--chunk-arrivals", type=several(decimal()), default=[5.0, 3.0, 2.0], metavar="R,R,...", help=arriving)
+    to.add_argument("--chunk-requests", type=whole(1), default=32, metavar="N", help="of each (32)")
+    to.add_argument("--chunk-answer", type=whole(1), default=512, metavar="N", help="tokens of each answer (512)")
 
 
 def check(arguments: argparse.Namespace) -> None:

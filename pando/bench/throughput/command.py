@@ -12,7 +12,7 @@ from ...flags import Parser, written_file
 from ...model.load import choose_device, choose_dtype
 from ..attention.clock import FLUSH, Clock, Limits
 from ..measure import machine, show, table
-from ..options import above_zero, picture
+from ..options import decimal, picture, whole
 from ..random_model import SHAPES, dressed, random_weights
 from ..subject import add_device
 from . import chats, chunk, cold, grid, prompt_cache, relay, steps
@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.quick:
         parser.set_defaults(**QUICK)
         arguments = parser.parse_args(argv)
-    _check(arguments)
+    chunk.check(arguments)  # whatever is known to fail after minutes of measuring is refused before
+    relay.check(arguments)
     setting = _setting(arguments, " ".join(["pando bench throughput", *argv]))
     show(setting.report.facts)
     interrupted = False
@@ -110,14 +111,6 @@ def _setting(arguments: argparse.Namespace, command: str) -> Setting:
     return Setting(model, weights, limits, clock, report, arguments.seed)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Whatever is known to fail after minutes of measuring is refused before."""
-    above_zero(arguments, "steps", "repeats", "requests", "rows", "longest", "chunk_requests", "chunk_answer", "module_tokens", "chats")
-    above_zero(arguments, "seconds", "chat_seconds", "think", "limit", "bandwidth", "rate")
-    chunk.check(arguments)
-    relay.check(arguments)
-
-
 def _parser() -> Parser:
     listed = "\n".join(f"  {name:<14}{table.about}" for name, table in TABLES.items())
     style = argparse.RawDescriptionHelpFormatter
@@ -127,9 +120,9 @@ def _parser() -> Parser:
     add_device(parser)
     parser.add_argument("--quantization", default=EngineConfig.quantization, choices=get_args(Quantization), help="of the weights (none)")
     parser.add_argument("--kv-dtype", default=EngineConfig.kv_dtype, choices=get_args(KVDType), help="of the KV cache (auto: as --dtype)")
-    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the device, for the floors (measured)")
-    parser.add_argument("--rate", type=float, metavar="TFLOP/S", help="of the device, for the floors (measured)")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of products, reads and first tokens; medians count (7)")
+    parser.add_argument("--bandwidth", type=decimal(), metavar="TB/S", help="of the device, for the floors (measured)")
+    parser.add_argument("--rate", type=decimal(), metavar="TFLOP/S", help="of the device, for the floors (measured)")
+    parser.add_argument("--repeats", type=whole(1), default=7, metavar="N", help="of products, reads and first tokens; medians count (7)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of tokens, lengths and arrivals (0)")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs; the numbers mean little")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write what is measured, anew with every line")

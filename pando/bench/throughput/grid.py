@@ -14,7 +14,7 @@ from ...config import Attention, EngineConfig
 from ...engine.engine import Engine
 from ...errors import InvalidOption
 from ..measure import Result, at_least, at_most
-from ..options import chosen, whole_numbers
+from ..options import chosen, decimal, whole, whole_numbers
 from ..trial import ask, drawn
 from .decode import WARM, Pace, Watch, Window, decode, watched
 from .report import number, percent, times
@@ -88,8 +88,8 @@ def add_options(to: argparse._ArgumentGroup) -> None:
     prefixes = "tokens that they share (1024,2048,4096,8192,16384)"
     to.add_argument("--prefixes", type=whole_numbers, default=[1024, 2048, 4096, 8192, 16384], metavar="N,N,...", help=prefixes)
     to.add_argument("--new", type=whole_numbers, default=[128], metavar="N,N,...", help="tokens of each answer (128)")
-    to.add_argument("--steps", type=int, default=1024, metavar="N", help="steps that are counted, at most (1024)")
-    to.add_argument("--seconds", type=float, default=2.0, metavar="S", help="after which no further step of a cell is begun (2)")
+    to.add_argument("--steps", type=whole(1), default=1024, metavar="N", help="steps that are counted, at most (1024)")
+    to.add_argument("--seconds", type=decimal(), default=2.0, metavar="S", help="after which no further step of a cell is begun (2)")
     to.add_argument("--modes", type=chosen(WORDS), default=list(MODES), metavar="M,M", help="of shared, flat and none (all)")
 
 

@@ -19,6 +19,7 @@ from ...engine.schemas import Prompt
 from ...errors import PandoError
 from ..measure import Result, compared, interleave
 from ..modules import plain
+from ..options import whole
 from ..trial import Willing, first_token, greedy, settle
 from .report import number, times
 from .setting import PREFILL, Setting
@@ -62,7 +63,7 @@ class First:
 
 
 def add_options(to: argparse._ArgumentGroup) -> None:
-    to.add_argument("--module-tokens", type=int, default=10 * PIECE, metavar="N", help=f"of all modules of the prompt ({10 * PIECE})")
+    to.add_argument("--module-tokens", type=whole(1), default=10 * PIECE, metavar="N", help=f"of all modules of the prompt ({10 * PIECE})")
 
 
 def measure(setting: Setting, arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from ...config import Attention
 from ...engine.engine import Engine
 from ...errors import InvalidOption
 from ..measure import Result, at_least
-from ..options import chosen, numbers, whole_numbers
+from ..options import chosen, decimal, several, whole, whole_numbers
 from ..traffic import read_lengths
 from ..trial import drawn
 from .report import number
@@ -53,13 +53,15 @@ def add_options(to: argparse._ArgumentGroup) -> None:
     prompts = "tokens of the system prompt (64,512,2048)"
     to.add_argument("--prompts", type=whole_numbers, default=[64, 512, 2048], metavar="N,N,...", help=prompts)
     to.add_argument("--lengths", type=Path, metavar="FILE", help="a CSV file of prompt and answer tokens (drawn by ShareGPT's quartiles)")
-    to.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens of a prompt or an answer; more are cut off (2048)")
-    to.add_argument("--requests", type=int, default=1000, metavar="N", help="of the batch job, more than rows, and at each rate (1000)")
-    to.add_argument("--rows", type=int, default=256, metavar="N", help="that run at the same time (256)")
+    to.add_argument("--longest", type=whole(1), default=2048, metavar="N", help="tokens of a prompt or an answer; more are cut off (2048)")
+    to.add_argument(
+        "--requests", type=whole(1), default=1000, metavar="N", help="of the batch job, more than rows, and at each rate (1000)"
+    )
+    to.add_argument("--rows", type=whole(1), default=256, metavar="N", help="that run at the same time (256)")
     arriving = "requests per second that arrive at the service, ascending; it ends with the first that is too many (8,16,24,32,48,64,96)"
-    to.add_argument("--arrivals", type=numbers(), default=[8, 16, 24, 32, 48, 64, 96], metavar="R,R,...", help=arriving)
+    to.add_argument("--arrivals", type=several(decimal()), default=[8, 16, 24, 32, 48, 64, 96], metavar="R,R,...", help=arriving)
     limit = "ms for each token of an answer, on average, that are still bearable (100)"
-    to.add_argument("--limit", type=float, default=100.0, metavar="MS", help=limit)
+    to.add_argument("--limit", type=decimal(), default=100.0, metavar="MS", help=limit)
 
 
 def check(arguments: argparse.Namespace) -> None:
