@@ -1,10 +1,10 @@
 """Cases of `pando bench attention`: a tree of segments, and the rows that read it. Anyone may bring them, as JSON."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from ...errors import InvalidOption
 
@@ -16,6 +16,9 @@ MOST_SEGMENTS = MOST_ROWS = 1 << 16
 MOST_READ = 1 << 30  # tokens of all rows' contexts
 LONGEST_FILE = 64 << 20  # bytes
 LONGEST_NAME = 200
+KINDS: dict[type, str] = {str: "a text", list: "a list", int: "a whole number"}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,13 @@ class Case:
         """Parents before their children."""
         done: dict[int, None] = {}
         for leaf in range(len(self.segments)):
-            fresh, place = [], leaf
-            while place not in done:
-                fresh.append(place)
-                parent = self.segments[place].parent
-                if parent is None:
-                    break
-                place = parent
+            fresh = dict[int, None]()
+            place: int | None = leaf
+            while place is not None and place not in done:
+                if place in fresh:
+                    raise _wrong(self.name, f"segment {place} is behind itself; parents must lead to one that has null")
+                fresh[place] = None
+                place = self.segments[place].parent
             done.update(dict.fromkeys(reversed(fresh)))
         return list(done)
 
@@ -141,7 +144,7 @@ def _check_tree(case: Case) -> None:
             raise _wrong(case.name, f"segment {index} has {part.tokens} tokens; it must have from 0 to {MOST_TOKENS}")
     if sum(part.tokens for part in case.segments) > MOST_TOKENS:
         raise _wrong(case.name, f"its segments have more than {MOST_TOKENS} tokens together; make it smaller")
-    _check_circles(case)
+    _ = case.order  # which there must be
     for row, leaf in enumerate(case.rows):
         if not 0 <= leaf < len(case.segments):
             raise _wrong(case.name, f"row {row} ends in segment {leaf}, and there are {len(case.segments)} segments, from 0")
@@ -149,19 +152,6 @@ def _check_tree(case: Case) -> None:
             raise _wrong(case.name, f"row {row} has no tokens to read; give one of its segments some")
     if sum(map(case.length, range(len(case.rows)))) > MOST_READ:
         raise _wrong(case.name, f"its rows read more than {MOST_READ} tokens together; make it smaller")
-
-
-def _check_circles(case: Case) -> None:
-    ends: set[int] = set()  # segments from which the way up is known to end
-    for start in range(len(case.segments)):
-        way: dict[int, None] = {}
-        place: int | None = start
-        while place is not None and place not in ends:
-            if place in way:
-                raise _wrong(case.name, f"segment {place} is behind itself; parents must lead to one that has null")
-            way[place] = None
-            place = case.segments[place].parent
-        ends.update(way)
 
 
 def _wrong(name: str, what: str) -> InvalidOption:
@@ -189,40 +179,23 @@ def read_cases(file: Path) -> list[Case]:
 def _case(entry: object, place: str) -> Case:
     if not isinstance(entry, dict):
         raise InvalidOption(f"{place} is no object with the fields name, hq, hkv, d, dtype, segments, rows")
-    name = _text(entry, "name", place)
-    dtype = _text(entry, "dtype", place).removeprefix("torch.")
-    segments = [_part(part, f"{place}, segment {index}") for index, part in enumerate(_list(entry, "segments", place))]
-    rows = [_whole(leaf, f"{place}: row {index}") for index, leaf in enumerate(_list(entry, "rows", place))]
-    hq, hkv, d = (_whole(entry.get(field), f"{place}: {field!r}") for field in ("hq", "hkv", "d"))
-    return Case(name, hq, hkv, d, SHORT.get(dtype, dtype), tuple(segments), tuple(rows))
+    name, dtype = (_typed(entry.get(field), str, f"{place}: {field!r}") for field in ("name", "dtype"))
+    hq, hkv, d = (_typed(entry.get(field), int, f"{place}: {field!r}") for field in ("hq", "hkv", "d"))
+    parts, leaves = (_typed(entry.get(field), list, f"{place}: {field!r}") for field in ("segments", "rows"))
+    segments = tuple(_part(part, f"{place}, segment {index}") for index, part in enumerate(parts))
+    rows = tuple(_typed(leaf, int, f"{place}: row {index}") for index, leaf in enumerate(leaves))
+    dtype = dtype.removeprefix("torch.")
+    return Case(name, hq, hkv, d, SHORT.get(dtype, dtype), segments, rows)
 
 
 def _part(part: object, place: str) -> Part:
     if not isinstance(part, dict) or "parent" not in part:
         raise InvalidOption(f'{place} must be {{"parent": an index or null, "tokens": a number}}')
-    parent = part["parent"]
-    return Part(None if parent is None else _whole(parent, f"{place}: 'parent'"), _whole(part.get("tokens"), f"{place}: 'tokens'"))
+    parent = None if part["parent"] is None else _typed(part["parent"], int, f"{place}: 'parent'")
+    return Part(parent, _typed(part.get("tokens"), int, f"{place}: 'tokens'"))
 
 
-def _text(entry: Mapping[str, object], field: str, place: str) -> str:
-    value = entry.get(field)
-    if not isinstance(value, str):
-        raise InvalidOption(f"{place}: {field!r} must be a text, not {_shown(value)}")
+def _typed(value: object, kind: type[T], place: str) -> T:
+    if type(value) is not kind:  # True is no number here
+        raise InvalidOption(f"{place} must be {KINDS[kind]}, not {'missing' if value is None else json.dumps(value)[:40]}")
     return value
-
-
-def _list(entry: Mapping[str, object], field: str, place: str) -> list[object]:
-    value = entry.get(field)
-    if not isinstance(value, list):
-        raise InvalidOption(f"{place}: {field!r} must be a list, not {_shown(value)}")
-    return value
-
-
-def _whole(value: object, place: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidOption(f"{place} must be a whole number, not {_shown(value)}")
-    return value
-
-
-def _shown(value: object) -> str:
-    return "missing" if value is None else json.dumps(value)[:40]
