@@ -15,9 +15,8 @@ from ..engine.engine import Engine
 from ..engine.pace import measure
 from ..engine.row import Schedule
 from ..kv.run import Origin, Run
-from ..kv.segment import Key
 from ..model.load import Model
-from ..store.tier import Card, Reader, Tier
+from ..store.tier import Reader, Tier
 from .measure import Result, Samples, interleave
 from .trial import Size, Trial, Willing, ask, drawn, opened, settle
 
@@ -74,49 +73,28 @@ class Waiting(Willing):
         return not left
 
 
-class Throttled:
-    """A tier that is read at a given rate, in bytes per second."""
+def throttle(tier: Tier, rate: float) -> None:
+    """From now on it is read at this rate, in bytes per second."""
+    opened, due = tier.open, 0.0
 
-    def __init__(self, inner: Tier, rate: float) -> None:
-        self.name = inner.name
-        self._inner, self._rate, self._due = inner, rate, 0.0
-
-    def look(self, keys: Sequence[Key]) -> int:
-        return self._inner.look(keys)
-
-    def ends(self, parent: Key) -> Sequence[Card]:
-        return self._inner.ends(parent)
-
-    def open(self, key: Key) -> Reader:
-        return _ThrottledReader(self._inner.open(key), self)
-
-    def save(self, card: Card, layers: Sequence[memoryview]) -> None:
-        self._inner.save(card, layers)
-
-    def drop(self, keys: Sequence[Key]) -> None:
-        self._inner.drop(keys)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def pass_on(self, size: int) -> None:
+    def pass_on(size: int) -> None:
         """Takes as long as so many bytes do. Who comes late finds that the device has read on meanwhile."""
+        nonlocal due
         now = time.perf_counter()
-        self._due = max(self._due, now - READ_AHEAD) + size / self._rate
-        time.sleep(max(self._due - now, 0.0))
+        due = max(due, now - READ_AHEAD) + size / rate
+        time.sleep(max(due - now, 0.0))
+
+    tier.open = lambda key: _Throttled(opened(key), pass_on)  # type: ignore[method-assign]
 
 
-class _ThrottledReader:
-    def __init__(self, inner: Reader, tier: Throttled) -> None:
-        self.card = inner.card
-        self._inner, self._tier = inner, tier
+class _Throttled:
+    def __init__(self, inner: Reader, pass_on: Callable[[int], None]) -> None:
+        self.card, self.close = inner.card, inner.close
+        self._inner, self._pass_on = inner, pass_on
 
     def layer(self, index: int, into: memoryview) -> None:
         self._inner.layer(index, into)
-        self._tier.pass_on(into.nbytes)
-
-    def close(self) -> None:
-        self._inner.close()
+        self._pass_on(into.nbytes)
 
 
 @dataclass
@@ -180,8 +158,7 @@ class Preload:
         engine = opened(self.model, self._size, self.folder if throttled else None, host=not throttled, kind=Switched)
         assert isinstance(engine, Switched) and engine.store is not None
         if self.sweep.bandwidth is not None:
-            tiers = engine.store.transfer.tiers
-            tiers["disk"] = Throttled(tiers["disk"], self.sweep.bandwidth * MB)
+            throttle(engine.store.transfer.tiers["disk"], self.sweep.bandwidth * MB)
         return engine
 
     def _sample(self, history: int, way: str, buffer: int = 0) -> float:
