@@ -25,6 +25,7 @@ from ..markup.schema import read_schema
 from .answers import FEWEST, PARAGRAPHS, compare_answers, read_questions
 from .measure import Result, at_most, compared, finish, interleave, show, told
 from .options import picture, whole
+from .picture import figure_in
 from .subject import add_model, facts_of, model_of, named
 from .traffic import VOCABULARY
 from .trial import first_token
@@ -162,17 +163,14 @@ def _ms(medians: dict[str, float]) -> str:
 
 
 def draw(curve: Sequence[Result], title: str, file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axis = figure.subplots()
-    tokens = [int(result.case.split()[2]) for result in curve]
-    for name in (COLD, MODULAR):
-        axis.plot(tokens, [statistics.median(result.samples[name]) for result in curve], marker="o", label=name)
-    axis.set(xlabel="tokens of modules in the prompt", ylabel="time to first token, ms", yscale="log", title=title)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(file)
+    with figure_in(file, title, 7, 4.5) as figure:
+        axis = figure.subplots()
+        tokens = [int(result.case.split()[2]) for result in curve]
+        for name in (COLD, MODULAR):
+            axis.plot(tokens, [statistics.median(result.samples[name]) for result in curve], marker="o", label=name)
+        axis.set(xlabel="tokens of modules in the prompt", ylabel="time to first token, ms", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,30 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .load import Run
+from .picture import Axes, figure_in
 from .report import Spread, Summary, summarise
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def draw(runs: Sequence[Run], title: str, file: Path) -> None:
     """One run: how its latencies are spread. Several: how they and the throughput follow the rate."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    axes = list(figure.subplots(1, 3))
-    if len(runs) == 1:
-        _spread(axes, runs[0])
-    else:
-        _against_rate(axes, [summarise(run) for run in runs])
-    figure.suptitle(title)
-    figure.savefig(file)
+    with figure_in(file, title, 13, 4) as figure:
+        axes = list(figure.subplots(1, 3))
+        if len(runs) == 1:
+            _spread(axes, runs[0])
+        else:
+            _against_rate(axes, [summarise(run) for run in runs])
 
 
-def _spread(axes: Sequence["Axes"], run: Run) -> None:
+def _spread(axes: Sequence[Axes], run: Run) -> None:
     answered = [outcome for outcome in run.outcomes if outcome.failure is None]
     panels = {
         "time to first token, ms": [outcome.first for outcome in answered],
@@ -39,7 +32,7 @@ def _spread(axes: Sequence["Axes"], run: Run) -> None:
         axis.grid(alpha=0.3)
 
 
-def _against_rate(axes: Sequence["Axes"], found: Sequence[Summary]) -> None:
+def _against_rate(axes: Sequence[Axes], found: Sequence[Summary]) -> None:
     places, names = range(len(found)), [f"{summary.rate:g}" for summary in found]
     _percentiles(axes[0], [summary.first for summary in found])
     _percentiles(axes[1], [summary.per_token for summary in found])
@@ -53,7 +46,7 @@ def _against_rate(axes: Sequence["Axes"], found: Sequence[Summary]) -> None:
         axis.grid(alpha=0.3)
 
 
-def _percentiles(axis: "Axes", spreads: Sequence[Spread | None]) -> None:
+def _percentiles(axis: Axes, spreads: Sequence[Spread | None]) -> None:
     there = [(place, spread) for place, spread in enumerate(spreads) if spread is not None]
     places = [place for place, _ in there]
     for name in ("p50", "p90", "p99"):

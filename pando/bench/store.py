@@ -17,6 +17,7 @@ from ..model.load import Model
 from . import codecs, preload, returning, rounding, saving
 from .measure import Result, finish, show, told
 from .options import decimal, folder, picture, whole
+from .picture import figure_in
 from .subject import add_model, facts_of, model_of, named
 from .workloads import gather
 
@@ -83,25 +84,21 @@ def main(argv: Sequence[str]) -> int:
 
 def draw(results: dict[str, list[Result]], title: str, file: Path) -> None:
     """How soon a conversation is answered, by where it is; and what loading layer by layer spares, by the length of what is loaded."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for result in results.get("conversation", ()):
-        for name, times in result.samples.items():
-            left.barh(name, statistics.median(times), color="tab:blue")
-    left.set(xlabel="time to first token, ms", xscale="log")
-    found: dict[str, list[float]] = {}
-    for result in results.get("preload", ()):
-        found.setdefault(result.case.rpartition(", ")[2], []).append(result.ours)
-    for way, values in found.items():
-        right.plot(values, marker="o", label=way)
-    if found:
-        right.set_xticks(range(len(values)), [result.case.partition(" loaded")[0] for result in results["preload"]][:: len(found)])
-        right.set(xlabel="tokens loaded", ylabel="% less than load, then compute")
-        right.legend()
-    figure.suptitle(title)
-    figure.savefig(file)
+    with figure_in(file, title, 11, 4) as figure:
+        left, right = figure.subplots(1, 2)
+        for result in results.get("conversation", ()):
+            for name, times in result.samples.items():
+                left.barh(name, statistics.median(times), color="tab:blue")
+        left.set(xlabel="time to first token, ms", xscale="log")
+        found: dict[str, list[float]] = {}
+        for result in results.get("preload", ()):
+            found.setdefault(result.case.rpartition(", ")[2], []).append(result.ours)
+        for way, values in found.items():
+            right.plot(values, marker="o", label=way)
+        if found:
+            right.set_xticks(range(len(values)), [result.case.partition(" loaded")[0] for result in results["preload"]][:: len(found)])
+            right.set(xlabel="tokens loaded", ylabel="% less than load, then compute")
+            right.legend()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,14 +16,17 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+
 from ..config import PolicyName
 from ..errors import InvalidOption
 from ..flags import Parser, written_file
 from ..store.policy import POLICIES
 from .conversations import MOST_TOKENS, PAGE, Conversation, Shape, read, sharegpt
-from .measure import Result, columns, percentile, table, write_json
+from .measure import Result, columns, table, write_json
 from .optimum import optimum
 from .options import SUFFIXES, cores, decimal, picture, several, whole
+from .picture import figure_in
 from .replay import Busy, Machine, Outcome, endless, recomputed, replay
 
 GIB, HOUR = 2**30, 3600
@@ -211,7 +214,7 @@ def summary(outcome: Outcome, name: str, host: float, disk: float, *, machine: M
         device=sum(turn.device for turn in served) / found if found else 0.0,
         host=sum(turn.host for turn in served) / found if found else 0.0,
         first_mean=statistics.fmean(seconds),
-        first_p95=percentile(sorted(seconds), 0.95),
+        first_p95=float(np.quantile(seconds, 0.95)),
         waited=statistics.fmean(turn.waited for turn in served),
         prefill_rate=prompts / computing if computing else None,
         gpu_hours=hours * machine.gpus,
@@ -273,26 +276,22 @@ def _number(value: float | None) -> str:
 
 def draw(lines: Sequence[Line], title: str, file: Path) -> None:
     """A bar for every replay: its hits by tier, its time to the first token, its GPU time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 1.5 + 0.3 * len(lines)), layout="constrained")
-    found, first, busy = figure.subplots(1, 3, sharey=True)
-    places = list(range(len(lines), 0, -1))
-    by_tokens = all(line.think is None for line in lines)
-    hits = [100 * (line.tokens if by_tokens else line.whole) for line in lines]
-    found.barh(places, hits, color="tab:orange", label="disk")
-    above = [hit * (line.device + line.host) for hit, line in zip(hits, lines, strict=True)]
-    found.barh(places, above, color="tab:blue", label="host memory")
-    found.barh(places, [hit * line.device for hit, line in zip(hits, lines, strict=True)], color="tab:green", label="pool")
-    found.set_yticks(places, [_label(line) for line in lines])
-    found.set(xlabel="hits, % of tokens" if by_tokens else "hits, % of turns", xlim=(0, 100))
-    found.legend()
-    first.barh(places, [1000 * (line.first_mean or math.nan) for line in lines])
-    first.set(xlabel="first token after admission, ms")
-    busy.barh(places, [line.gpu_hours or math.nan for line in lines])
-    busy.set(xlabel="GPU hours")
-    figure.suptitle(title)
-    figure.savefig(file)
+    with figure_in(file, title, 15, 1.5 + 0.3 * len(lines)) as figure:
+        found, first, busy = figure.subplots(1, 3, sharey=True)
+        places = list(range(len(lines), 0, -1))
+        by_tokens = all(line.think is None for line in lines)
+        hits = [100 * (line.tokens if by_tokens else line.whole) for line in lines]
+        found.barh(places, hits, color="tab:orange", label="disk")
+        above = [hit * (line.device + line.host) for hit, line in zip(hits, lines, strict=True)]
+        found.barh(places, above, color="tab:blue", label="host memory")
+        found.barh(places, [hit * line.device for hit, line in zip(hits, lines, strict=True)], color="tab:green", label="pool")
+        found.set_yticks(places, [_label(line) for line in lines])
+        found.set(xlabel="hits, % of tokens" if by_tokens else "hits, % of turns", xlim=(0, 100))
+        found.legend()
+        first.barh(places, [1000 * (line.first_mean or math.nan) for line in lines])
+        first.set(xlabel="first token after admission, ms")
+        busy.barh(places, [line.gpu_hours or math.nan for line in lines])
+        busy.set(xlabel="GPU hours")
 
 
 def _label(line: Line) -> str:

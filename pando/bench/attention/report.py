@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from ...errors import InvalidOption
+from ..picture import figure_in
 
 BAR = 0.26  # width, where cases are 1 apart
 CASE_INCHES, HEIGHT, NARROWEST, WIDEST = 0.55, 5.0, 6.0, 60.0
@@ -150,29 +151,16 @@ def as_json(facts: Mapping[str, object], found: Sequence[Measured | Skipped]) ->
 
 def draw(found: Sequence[Measured], title: str, file: Path) -> None:
     """Bars side by side, on a logarithmic scale, and the floor of each case as a line below which none can be."""
-    from matplotlib.figure import Figure
-
     width = min(WIDEST, max(NARROWEST, 2 + CASE_INCHES * len(found)))
-    figure = Figure(figsize=(width, HEIGHT), layout="constrained")
-    axis = figure.subplots()
-    for place, (label, values) in enumerate(
-        (
-            ("shared", [one.shared_us for one in found]),
-            ("flat", [one.flat_us for one in found]),
-            ("torch by levels", [one.torch_us or math.nan for one in found]),
-        )
-    ):
-        axis.bar([index + (place - 1) * BAR for index in range(len(found))], values, BAR, label=label)
-    axis.hlines(
-        [one.floor_us for one in found],
-        [i - 0.45 for i in range(len(found))],
-        [i + 0.45 for i in range(len(found))],
-        "black",
-        label="floor",
-    )
-    axis.set(yscale="log", ylabel="microseconds")
-    axis.set_xticks(range(len(found)), [one.name for one in found], rotation=60, ha="right", fontsize=8)
-    axis.grid(axis="y", alpha=0.3)
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
-    figure.suptitle(title)
-    figure.savefig(file)
+    times = {"shared": [one.shared_us for one in found], "flat": [one.flat_us for one in found]}
+    times["torch by levels"] = [one.torch_us or math.nan for one in found]
+    with figure_in(file, title, width, HEIGHT) as figure:
+        axis = figure.subplots()
+        for place, (label, values) in enumerate(times.items()):
+            axis.bar([index + (place - 1) * BAR for index in range(len(found))], values, BAR, label=label)
+        edges = ([index + side for index in range(len(found))] for side in (-0.45, 0.45))
+        axis.hlines([one.floor_us for one in found], *edges, "black", label="floor")
+        axis.set(yscale="log", ylabel="microseconds")
+        axis.set_xticks(range(len(found)), [one.name for one in found], rotation=60, ha="right", fontsize=8)
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)

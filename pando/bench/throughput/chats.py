@@ -9,19 +9,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import Request
 from ..options import decimal, whole
+from ..picture import Axes
 from ..report import spread
 from ..trial import drawn, greedy
 from .report import number, percent
 from .setting import Setting
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TABLE = "chats"
 SYSTEM = 1000  # tokens of the prompt that all of them have in common
@@ -125,7 +123,7 @@ def _watch(setting: Setting, arguments: argparse.Namespace, engine: Engine) -> N
         setting.report.add(span)
 
 
-def draw(axis: "Axes", found: Sequence[Span]) -> None:
+def draw(axis: Axes, found: Sequence[Span]) -> None:
     for share, ms in list(zip(SHARES, zip(*(_ms(span.following) for span in found), strict=True), strict=True))[:3]:
         axis.plot([span.end for span in found], [math.nan if value is None else value for value in ms], marker="o", label=f"{share} %")
     axis.set(xlabel="seconds", ylabel="ms from one token to the next", ylim=(0, None))

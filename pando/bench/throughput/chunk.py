@@ -4,20 +4,18 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import EngineConfig
 from ...engine.engine import Engine
 from ...errors import InvalidOption
 from ..measure import Result, at_least
 from ..options import decimal, several, whole, whole_numbers
+from ..picture import Axes
 from ..trial import drawn
 from .report import number
 from .service import Served, jobs_of, serve, warm
 from .setting import SHARED, Setting, engine_config
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TABLE, UNSHARED = "chunk", "unshared"
 MODES = (SHARED, UNSHARED)
@@ -99,7 +97,7 @@ def promises(found: Sequence[Crowd]) -> list[Result]:
     return results
 
 
-def draw(axis: "Axes", found: Sequence[Crowd]) -> None:
+def draw(axis: Axes, found: Sequence[Crowd]) -> None:
     for mode in MODES:
         points = [(crowd.prompt, crowd.kv_bytes / 1e9) for crowd in found if crowd.mode == mode]
         axis.plot([prompt for prompt, _ in points], [size for _, size in points], marker="o", label=mode)

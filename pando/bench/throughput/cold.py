@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,12 +16,10 @@ from ...engine.graphs import SEEN_WITH_PROMPTS
 from ...errors import PandoError
 from ..baseline import random_baseline
 from ..options import whole_numbers
+from ..picture import Axes
 from ..trial import ask, drawn
 from .report import number, times
 from .setting import Setting
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TABLE = "cold"
 LENGTHS = [512, 2048, 8192, 30000]
@@ -127,7 +125,7 @@ def _attention_ms(setting: Setting, length: int) -> float:
     return layers * 2 * heads.hq * heads.d * length * (length + 1) / setting.limits.rate(heads.dtype) / 1e9
 
 
-def draw(axis: "Axes", found: Sequence[Cold]) -> None:
+def draw(axis: Axes, found: Sequence[Cold]) -> None:
     axis.loglog([one.tokens for one in found], [one.median_ms for one in found], "o-", label="Pando")
     if theirs := [one for one in found if one.theirs_ms]:
         axis.loglog([one.tokens for one in theirs], [statistics.median(one.theirs_ms) for one in theirs], "s-", label="transformers")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,13 +15,11 @@ from ...engine.engine import Engine
 from ...errors import InvalidOption
 from ..measure import Result, at_least, at_most
 from ..options import chosen, decimal, whole, whole_numbers
+from ..picture import Axes
 from ..trial import ask, drawn
 from .decode import WARM, Pace, Watch, Window, decode, watched
 from .report import number, percent, times
 from .setting import FLAT, NONE, SHARED, Setting, engine_config, unattended
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TABLE = "hydragen"
 MODES: dict[str, Attention] = {SHARED: "shared", FLAT: "flat", NONE: "shared"}
@@ -168,7 +166,7 @@ def promises(cells: Sequence[Cell]) -> list[Result]:
     return results
 
 
-def draw(axis: "Axes", cells: Sequence[Cell]) -> None:
+def draw(axis: Axes, cells: Sequence[Cell]) -> None:
     """Throughput over the length of the prefix, for the largest batch."""
     batch = max(cell.batch for cell in cells)
     for mode in MODES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,12 +20,10 @@ from ...errors import PandoError
 from ..measure import Result, compared, interleave
 from ..modules import plain
 from ..options import whole
+from ..picture import Axes
 from ..trial import Willing, first_token, greedy, settle
 from .report import number, times
 from .setting import PREFILL, Setting
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TABLE = "prompt-cache"
 COLD, POOL, HOST = "cold", "in the pool", "in host memory"
@@ -161,7 +159,7 @@ def promises(samples: dict[str, list[float]], tokens: int) -> list[Result]:
     return results
 
 
-def draw(axis: "Axes", found: Sequence[First]) -> None:
+def draw(axis: Axes, found: Sequence[First]) -> None:
     for one in found:
         axis.bar(one.where, one.median_ms, label=f"{one.where}: {one.median_ms:.1f} ms")
     axis.set(ylabel="time to first token, ms", yscale="log")

@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import Attention
 from ...engine.engine import Engine
 from ...errors import InvalidOption
 from ..measure import Result, at_least
 from ..options import chosen, decimal, several, whole, whole_numbers
+from ..picture import Axes
 from ..traffic import read_lengths
 from ..trial import drawn
 from .report import number
 from .service import Job, Served, jobs_of, lengths_of, serve, warm
 from .setting import FLAT, SHARED, Setting, engine_config
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 JOB, SERVICE = "relay job", "relay service"
 MODES: dict[str, Attention] = {SHARED: "shared", FLAT: "flat"}
@@ -171,14 +169,14 @@ def of_services(loads: Sequence[Load], limit: float) -> list[Result]:
     return [at_least("requests per second at the knee, times flat", ours / theirs, "times", least, note)]
 
 
-def draw_job(axis: "Axes", loads: Sequence[Load]) -> None:
+def draw_job(axis: Axes, loads: Sequence[Load]) -> None:
     for mode in MODES:
         points = [(load.system, load.served.tokens_per_second) for load in loads if load.mode == mode]
         axis.plot([system for system, _ in points], [speed for _, speed in points], marker="o", label=mode)
     axis.set(xlabel="tokens of the system prompt", ylabel="output tokens/s", ylim=(0, None))
 
 
-def draw_service(axis: "Axes", loads: Sequence[Load]) -> None:
+def draw_service(axis: Axes, loads: Sequence[Load]) -> None:
     for mode in MODES:
         points = [(load.rate, load.served.latency_ms) for load in loads if load.mode == mode]
         axis.plot([rate for rate, _ in points], [ms for _, ms in points], marker="o", label=mode)

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..measure import Result, told, write_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from ..picture import Axes, figure_in
 
 WIDTH = 8  # of a column, at least
 PANEL = (6.0, 4.5)  # inches
@@ -22,7 +20,7 @@ class Line(Protocol):
     def as_json(self) -> dict[str, Any]: ...
 
 
-Draw = Callable[["Axes", Sequence[Any]], None]
+Draw = Callable[[Axes, Sequence[Any]], None]
 
 
 @dataclass(frozen=True)
@@ -81,21 +79,17 @@ class Report:
 
 def draw(report: Report, ways: Mapping[str, Draw], title: str, file: Path) -> None:
     """A panel for each table that has lines."""
-    from matplotlib.figure import Figure
-
     there = [name for name, lines in report.tables.items() if lines]
     if not there:
         return
     across, down = min(ACROSS, len(there)), -(-len(there) // ACROSS)
-    figure = Figure(figsize=(PANEL[0] * across, PANEL[1] * down), layout="constrained")
-    for place, name in enumerate(there):
-        axis = figure.add_subplot(down, across, place + 1)
-        ways[name](axis, report.tables[name])
-        axis.set_title(name)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(file)
+    with figure_in(file, title, PANEL[0] * across, PANEL[1] * down) as figure:
+        for place, name in enumerate(there):
+            axis = figure.add_subplot(down, across, place + 1)
+            ways[name](axis, report.tables[name])
+            axis.set_title(name)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8)
 
 
 def number(value: float | None) -> str:

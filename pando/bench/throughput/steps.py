@@ -4,20 +4,18 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...engine.engine import Engine
 from ..measure import Result, at_most
+from ..picture import Axes
 from ..trial import drawn
 from .decode import WARM, Pace, Window, decode, watched
 from .grid import room
 from .report import number, percent, times
 from .setting import Setting, engine_config
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TABLE = "steps"
 BATCHES = (1, 32)
@@ -93,7 +91,7 @@ def promises(found: Sequence[Alone]) -> list[Result]:
     return [*read, *(at_most(f"idle between steps, batch {batch}", share, "%", IDLE) for batch, share in idle)]
 
 
-def draw(axis: "Axes", found: Sequence[Alone]) -> None:
+def draw(axis: Axes, found: Sequence[Alone]) -> None:
     places = range(len(found))
     axis.bar([place - 0.2 for place in places], [one.pace.mean_ms for one in found], 0.4, label="a step")
     axis.bar([place + 0.2 for place in places], [one.read_ms for one in found], 0.4, label="reading the weights")
