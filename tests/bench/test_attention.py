@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import geometric_mean
 from types import SimpleNamespace
 
@@ -558,7 +557,7 @@ def test_what_wakes_a_run_comes_right_before_it_and_is_off_the_clock() -> None:
     assert found["run"].us < 50_000
 
 
-def test_on_a_cpu_whatever_is_timed_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_whatever_is_timed_is_woken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     woken = list[set[str]]()
     medians = Clock.medians
 
@@ -567,6 +566,5 @@ def test_on_a_cpu_whatever_is_timed_is_woken(tmp_path: Path, monkeypatch: pytest
         return medians(self, runs, wakes)
 
     monkeypatch.setattr(Clock, "medians", watched)
-    bench = Bench(CPU, PAGE, Clock(CPU, repeats=2, flush=1 << 10), Limits(CPU, 1.0, 1.0), tmp_path)
     bench.measure(Case("a", 4, 2, 16, "float32", (Part(None, 40), Part(0, 7), Part(0, 7)), (1, 2)))
     assert woken == [set()]
