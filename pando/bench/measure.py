@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 import platform
 import statistics
 import sys
@@ -102,14 +101,6 @@ def at_most(case: str, value: float, unit: str, most: float | None, note: str = 
     if most is None:
         return Result(case, value, unit, theirs, note=note)
     return Result(case, value, unit, theirs, target=f"<= {most:g}", met=value <= most, note=note)
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Between two values, in proportion."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def line(result: Result) -> str:

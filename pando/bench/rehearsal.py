@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from torch import device, float32
 
 from ..config import EngineConfig, PolicyName
@@ -28,7 +29,7 @@ from ..model.load import Model
 from ..store.fileformat import file_size
 from ..store.policy import POLICIES
 from .conversations import Conversation, Piece, Turn
-from .measure import columns, percentile
+from .measure import columns
 from .random_model import SHAPES, random_model
 from .replay import Machine, Served, replay
 from .trial import Willing, drawn, greedy, settle
@@ -243,7 +244,7 @@ def told(policy: str, asked: Mapping[str, Asked], stats: Stats) -> Played:
     tiers: Counter[str] = sum((one.tiers for one in asked.values()), Counter())
     line = _shares(policy, tiers, len(asked), sum(len(one.prompt) for one in asked.values()), simulated=False)
     first = [one.first for one in asked.values()]
-    line = replace(line, first_mean=statistics.fmean(first), first_p95=percentile(sorted(first), 0.95))
+    line = replace(line, first_mean=statistics.fmean(first), first_p95=float(np.quantile(first, 0.95)))
     if stats.store is None:
         return line
     return replace(line, prefetched=stats.store.prefetched, unsaved=stats.store.unsaved, lost=stats.store.lost)

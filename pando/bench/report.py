@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from .load import Outcome, Run
-from .measure import columns, percentile
+from .measure import columns
 
 UNFINISHED = "not finished when the run was stopped"
 
@@ -65,11 +67,8 @@ class Summary:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    found = sorted(value for value in values if value is not None)
-    if not found:
-        return None
-    p50, p90, p99 = (percentile(found, share) for share in (0.5, 0.9, 0.99))
-    return Spread(statistics.fmean(found), p50, p90, p99, found[-1])
+    found = [value for value in values if value is not None]
+    return Spread(statistics.fmean(found), *np.quantile(found, (0.5, 0.9, 0.99, 1)).tolist()) if found else None
 
 
 def summarise(run: Run, turn: int | None = None) -> Summary:

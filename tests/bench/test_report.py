@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pando.bench.client import Failure, Reply
 from pando.bench.load import NOT_SENT, Outcome, Run
-from pando.bench.measure import percentile
 from pando.bench.report import UNFINISHED, as_json, describe, spread, summarise, sweep
 from pando.bench.traffic import Conversation, Turn
 
@@ -44,8 +43,9 @@ def run(*outcomes: Outcome, planned: int | None = None, turns: int = 1) -> Run:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2))
 def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> None:
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    found = [percentile(sorted(values), share / 100) for share in range(1, 100)]
-    assert found == pytest.approx(cuts, abs=1e-6)
+    found = spread(values)
+    assert found is not None and (found.p50, found.p90, found.p99) == pytest.approx([cuts[share - 1] for share in (50, 90, 99)], abs=1e-6)
+    assert found.largest == max(values)
 
 
 def test_one_value_is_every_percentile_and_none_is_no_spread() -> None:
