@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.timing import in_turns
 from ...model.load import DTYPES
 from ..measure import interleave
 from .cases import DTYPES as SIZES
@@ -164,19 +165,12 @@ class Limits:
         return best
 
     def _seconds(self, run: Run) -> float:
-        run()
-        spent = []
-        for _ in range(TRIES):
-            self._settle()
-            start = time.perf_counter()
+        def whole() -> None:
             run()
-            self._settle()
-            spent.append(time.perf_counter() - start)
-        return min(spent)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        return in_turns({"": whole}, TRIES)[""]
 
     def floor_us(self, case: Case) -> float:
         return floor_us(work_of(case), self.bandwidth, self.rate(case.dtype))
