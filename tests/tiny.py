@@ -109,11 +109,11 @@ def tiny_model(
     return Model(config, decoder, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, CPU, library)
 
 
-def write_checkpoint(folder: Path, size: int = 8) -> None:
+def write_checkpoint(folder: Path, size: int = 8, positions: int = 128) -> None:
     """A model of one layer as Hugging Face has them."""
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size, "intermediate_size": 48, "max_position_embeddings": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size, "intermediate_size": 48, "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": True,
     }  # fmt: skip
     make, at = torch.Generator().manual_seed(1), "layers.0."

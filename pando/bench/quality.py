@@ -13,7 +13,7 @@ from typing import get_args
 
 from ..config import EngineConfig
 from ..engine.schemas import Schemas
-from ..errors import InvalidOption, InvalidPrompt
+from ..errors import InvalidPrompt
 from ..flags import Parser, written_file
 from ..markup.binding import Bound
 from ..markup.outline import Encode
@@ -21,7 +21,7 @@ from ..markup.pml import Element, parse
 from ..model.load import load
 from .judge import Distance, Judge, Reference
 from .measure import columns, write_json
-from .options import text_of, whole
+from .options import decimal, several, text_of, whole
 from .subject import add_device
 
 TOKENS = 32
@@ -65,7 +65,6 @@ class Report:
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    repairs, encodes = _repairs(arguments.repair), _encodes(arguments.encode)
     schema = parse(text_of(arguments.file), str(arguments.file))
     prompts = [parse(text, str(arguments.prompts)) for text in split(text_of(arguments.prompts))]
     if not prompts:
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     config = EngineConfig(model=arguments.model, device=arguments.device, dtype=arguments.dtype, disk_gib=0)
     model = load(config.model, device=config.device, dtype=config.dtype, compiled=config.native)
     judge = Judge(model, config, arguments.tokens)
-    ways = [Way(encode, repair) for encode in encodes for repair in repairs]
+    ways = [Way(encode, repair) for encode in arguments.encode for repair in arguments.repair]
     found = report(judge, schema, prompts, ways, arguments.file.parent, progress=sys.stderr.isatty())
     print(shown(found))
     write_json(arguments.json, asdict(found))
@@ -165,23 +164,18 @@ def _row(line: Line) -> tuple[str, ...]:
     return name, share, f"{max(0.0, distance.kl):.4f}", f"{distance.agreement:.1%}", f"{distance.perplexity:.3f}", part
 
 
-def _repairs(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(each) for each in text.split(","))
-    except ValueError:
-        found = (-1.0,)
-    if not all(0 <= each <= 1 for each in found):
-        raise InvalidOption(f"--repair {text}: shares of the module tokens are numbers from 0 to 1, separated by commas")
-    return found
+def _share(text: str) -> float:
+    share = decimal(zero=True)(text)
+    if share > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return share
 
 
-def _encodes(text: str | None) -> tuple[Encode | None, ...]:
-    if text is None:
-        return (None,)
-    found = tuple(encode for each in text.split(",") for encode in ENCODES if encode == each)
-    if len(found) != len(text.split(",")):
-        raise InvalidOption(f"--encode {text}: it takes {', '.join(ENCODES)}, separated by commas")
-    return found
+def _encode(text: str) -> Encode:
+    for encode in ENCODES:
+        if encode == text:
+            return encode
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ENCODES)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,8 +186,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", type=Path, required=True, metavar="P", help="a file of prompts; each begins on a line that starts with <prompt"
     )
     parser.add_argument("--model", default=EngineConfig.model, metavar="M", help=f"the model ({EngineConfig.model})")
-    parser.add_argument("--repair", default=",".join(f"{each:g}" for each in REPAIRS), metavar="R,R", help="shares to repair (0,0.1,0.2,1)")
-    parser.add_argument("--encode", metavar="E,E", help=f"ways to encode, instead of the schema's: {', '.join(ENCODES)}")
+    parser.add_argument("--repair", type=several(_share), default=REPAIRS, metavar="R,R", help="shares to repair (0,0.1,0.2,1)")
+    ways = f"ways to encode, instead of the schema's: {', '.join(ENCODES)}"
+    parser.add_argument("--encode", type=several(_encode), default=(None,), metavar="E,E", help=ways)
     parser.add_argument("--tokens", type=whole(1), default=TOKENS, metavar="N", help=f"tokens of each answer ({TOKENS})")
     add_device(parser)
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write the numbers, too")

@@ -17,8 +17,7 @@ from pando.kv.run import Origin, Run
 from pando.markup.pml import parse
 
 from ..engine.test_imports import OPENING, module, words
-from ..tiny import greedy, tiny_config, tiny_model
-from .small import write_small_model
+from ..tiny import greedy, tiny_config, tiny_model, write_checkpoint
 
 RUNS = (OPENING, module(2, 17, 10), module(3, 13, 27), Run(words(9, 6), 40))
 SCHEMA = """<schema name="s">You read.
@@ -166,7 +165,7 @@ def test_a_file_of_prompts_may_begin_with_the_mark_of_an_editor(tmp_path: Path) 
     ("options", "message"),
     [
         (["--repair", "0,2"], "from 0 to 1"),
-        (["--repair", "some"], "from 0 to 1"),
+        (["--repair", "some"], "no number from 0"),
         (["--encode", "opening,sideways"], "opening"),
         (["--tokens", "0"], "no whole number from 1"),
     ],
@@ -182,7 +181,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_small_model(tmp_path)
+    write_checkpoint(tmp_path, positions=512)
     (tmp_path / "s.pml").write_text(SCHEMA)
     (tmp_path / "p.pml").write_text(PROMPTS)
     wanted = ["--model", str(tmp_path), "--device", "cpu", "--repair", "0,1", "--tokens", "4", "--json", str(tmp_path / "out.json")]
