@@ -18,7 +18,7 @@ from .baseline import Baseline, usable
 from .measure import Result, Samples, at_most, compared, counted, interleave, paired, passing, worthwhile
 from .modules import QUICK as FEW_MODULES
 from .modules import Bench, Sizes
-from .trial import greedy
+from .trial import ask, greedy
 from .workloads import Texts, prefix, questions, windows
 
 OURS, FLAT = "Pando", "Pando, flat"
@@ -90,19 +90,16 @@ def prepare(model: str, texts: Texts, size: Size, threads: int) -> Setting:
 
 @dataclass(frozen=True)
 class Served:
-    first: float  # seconds until every request had its first token
     rate: float  # tokens per second while all of them were decoding
     pages: int  # most in use
-    cached: int  # prompt tokens of the last request that were not computed
 
 
 def serve(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> Served:
     """Runs requests together, each for `count` tokens after its first."""
     engine = llm.engine
-    start = time.perf_counter()
     for i, prompt in enumerate(prompts):
         engine.add(Request(f"bench-{i}", prompt, greedy(count + 1)))
-    began: dict[str, int] = {}
+    began = set[str]()
     decoded, finished, pages = 0, False, 0
     started = ended = math.nan
     while engine.has_work:
@@ -110,13 +107,13 @@ def serve(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> Served:
         now = time.perf_counter()
         pages = max(pages, engine.pages_in_use)
         if len(began) < len(prompts):
-            began |= {event.request_id: event.num_cached_tokens for event in events}
+            began |= {event.request_id for event in events}
             started = now
         elif not finished:
             decoded += len(events)
             ended = now
         finished |= any(event.finish_reason for event in events)
-    return Served(started - start, decoded / (ended - started), pages, list(began.values())[-1])
+    return Served(decoded / (ended - started), pages)
 
 
 def decode_alone(setting: Setting) -> list[Result]:
@@ -222,13 +219,13 @@ def first_token(setting: Setting) -> list[Result]:
     cached_tokens = []
 
     def warm() -> float:
-        served = serve(llm, [[*shared, *next(fresh)]], 0)
-        cached_tokens.append(served.cached)
-        return served.first
+        trial = ask(llm.engine, [[*shared, *next(fresh)]])
+        cached_tokens.append(trial.device)
+        return trial.seconds
 
     def cold() -> float:
         llm.engine.clear_cache()
-        return serve(llm, [[*shared, *next(fresh)]], 0).first
+        return ask(llm.engine, [[*shared, *next(fresh)]]).seconds
 
     cold()  # leaves the prefix cached
     [new] = questions(setting.encode, setting.texts.prompts, 1, size.new)
