@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,7 @@ from pando.bench.overhead import HTTP, OFFLINE, Sizes, measure
 from pando.errors import InvalidOption
 
 from ..server.live import Live, live
-from ..tiny import tiny_llm
-from .small import write_small_model
+from ..tiny import tiny_llm, write_checkpoint
 
 SMALL = Sizes(clients=3, tokens=5, prefix=24, own=8, repeats=2, firsts=3)
 THROUGHPUT, CACHED, FIRST, ADDED = range(4)
@@ -97,7 +97,7 @@ def test_a_stream_that_is_not_what_was_asked_for_is_no_measurement(stream, told)
 
 
 def test_the_command_measures_a_server_in_another_process(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(host, "write_random_model", write_small_model)
+    monkeypatch.setattr(host, "write_random_model", partial(write_checkpoint, positions=512))
     monkeypatch.setenv("PANDO_NATIVE", "0")
     file = tmp_path / "overhead.json"
     words = ["--clients", "3", "--tokens", "4", "--prefix-tokens", "20", "--repeats", "1", "--firsts", "2"]

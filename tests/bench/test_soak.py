@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -27,7 +28,7 @@ from pando.server.service import Service
 from pando.server.tenants import Tenants
 
 from ..server.live import Live, live
-from .small import write_small_model
+from ..tiny import write_checkpoint
 
 KEYS = {"one": "key-one", "two": "key-two", ALONE: "key-alone"}
 SMALL = Sizes(each=1, groups=1, long=(100, 140), prefix=48, growing=64, words=4, turns=2, answer=(4, 12))
@@ -242,7 +243,7 @@ def test_a_stream_and_a_whole_answer_are_read_alike():
 
 
 def test_the_command_starts_a_server_of_its_own_judges_it_and_stops_it(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(host, "write_random_model", write_small_model)
+    monkeypatch.setattr(host, "write_random_model", partial(write_checkpoint, positions=512))
     monkeypatch.setattr(soak, "Sizes", lambda: SMALL)
     file, sites = tmp_path / "soak.json", []
     true = soak.Soak
