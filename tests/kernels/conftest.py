@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,6 +35,13 @@ def interpreted() -> Iterator[None]:
             patch.setattr(interpreter, "_patch_lang_tensor", with_index)
             hasten(interpreter, patch)
         yield
+
+
+@pytest.fixture(scope="module")
+def gpu(interpreted: None) -> ModuleType:
+    from pando.kernels import gpu
+
+    return gpu
 
 
 def hasten(interpreter: Any, patch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def gpu(interpreted: None) -> ModuleType:
-    from pando.kernels import gpu
-
-    return gpu
-
-
 class Padded(OnDevice):
     """Steps of as many tokens as the first one: those that pad it read nothing, and answer zeros."""
 

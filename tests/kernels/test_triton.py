@@ -21,13 +21,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
 
 
-@pytest.fixture(scope="module")
-def gpu(interpreted: None) -> ModuleType:
-    from pando.kernels import gpu
-
-    return gpu
-
-
 class OnDevice:
     """A lowering on the device, for a case whose tensors are in host memory. What it is about to write is poisoned before."""
 
