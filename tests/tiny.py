@@ -161,6 +161,19 @@ def drain(engine: Engine, steps: int = 10_000) -> dict[tuple[str, int], list[Tok
     raise AssertionError(f"still at work after {steps} steps: {engine.stats()}")
 
 
+def prompt(seed: int, length: int = 11) -> list[int]:
+    return [(seed * 37 + place * 11) % 256 for place in range(length)]
+
+
+def tokens(events: Iterable[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
+
+
+def at_rest(llm: LLM) -> bool:
+    llm.engine.clear_cache()
+    return not llm.engine.has_work and llm.engine.pages_in_use == 0
+
+
 class Interrupt:
     """Ctrl-C at the moment in some modules that has this number, counted from when it is entered: before a line, or when something
     written in C has just answered. `times`: so often at once. Where it comes at all, no later moment is counted: that takes longer than

@@ -20,7 +20,7 @@ from pando.errors import InputError, InvalidOption, InvalidPrompt, InvalidSampli
 from pando.model.decoder import Decoder, Step
 from pando.model.load import Model
 
-from ..tiny import DEVICE, END, VOCAB, drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import DEVICE, END, VOCAB, drain, greedy, run, tiny_engine, tiny_model, tokens
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -51,10 +51,6 @@ def watched(model: Model | None = None, **options: Any) -> tuple[Engine, Watched
     engine = tiny_engine(replace(model, decoder=decoder), **options)  # type: ignore[arg-type]
     decoder.tokens = 0  # a GPU computes the largest step before it serves
     return engine, decoder
-
-
-def tokens(events: list[TokenEvent]) -> list[int]:
-    return [event.token for event in events]
 
 
 def ask(engine: Engine, prompt: list[int], count: int = 1, **more: Any) -> list[TokenEvent]:

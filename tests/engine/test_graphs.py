@@ -26,7 +26,7 @@ from pando.model.load import Model
 from pando.store.speeds import Speeds
 from pando.store.transfer import Load
 from tests.engine.test_store import evict
-from tests.tiny import greedy, native_library, run, tiny_engine, tiny_model
+from tests.tiny import greedy, native_library, prompt, run, tiny_engine, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("overlap")]
 
@@ -84,10 +84,6 @@ def model() -> Model:
 def each_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph does the steps of another."""
     monkeypatch.setattr(graphs_module, "SEEN_BY_OTHERS", 0)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(seed * 37 + place * 11) % 256 for place in range(length)]
 
 
 def test_captured_steps_answer_as_others_do_while_rows_come_and_go(model: Model) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from pando.engine.engine import Engine
-from pando.engine.request import Request, TokenEvent
+from pando.engine.request import Request
 from pando.engine.row import Row, Schedule
 from pando.kv.run import Origin, Run
 from pando.model.load import Model
@@ -19,7 +19,7 @@ from pando.store.speeds import Speeds
 from pando.store.tier import Lost
 from pando.store.transfer import Load
 from tests.engine.test_store import ENOUGH, ask, cold, engine_of, settled, whole, words
-from tests.tiny import drain, greedy, run, tiny_model
+from tests.tiny import drain, greedy, run, tiny_model, tokens
 
 LAYERS = 6
 PROMPT = words(12, 60)
@@ -28,10 +28,6 @@ PROMPT = words(12, 60)
 @pytest.fixture(scope="module")
 def deep() -> Model:
     return tiny_model(layers=LAYERS)
-
-
-def tokens(events: Sequence[TokenEvent]) -> list[int]:
-    return [event.token for event in events]
 
 
 class Watched:

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from pando.engine import below, engine, holding, llm, lock, scheduler, stream, whole
-from pando.engine.llm import LLM
 from pando.engine.request import SamplingParams
 from pando.kv import pages, tree
 from pando.model.load import Model
 from pando.store import catalogue, departures, host, ledger, store, touches, worker
 
-from ..tiny import Interrupt, tiny_llm, tiny_model
+from ..tiny import Interrupt, at_rest, tiny_llm, tiny_model
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -29,11 +28,6 @@ CLOSING = engine, scheduler, below, store, worker
 @pytest.fixture(scope="module")
 def model() -> Model:
     return tiny_model()
-
-
-def at_rest(made: LLM) -> bool:
-    made.engine.clear_cache()
-    return not made.engine.has_work and made.engine.pages_in_use == 0
 
 
 def test_ctrl_c_takes_no_tokens_from_who_is_not_interrupted(model: Model) -> None:

@@ -24,7 +24,7 @@ from pando.store.movers import Copy
 from pando.store.speeds import Speeds
 from pando.store.tier import Card, Lost, Reader
 
-from ..tiny import CPU_ALONE, Interrupt, drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import CPU_ALONE, Interrupt, drain, greedy, run, tiny_engine, tiny_model, tokens
 from .test_store import ENOUGH, LITTLE, Faulty, FaultyReader, engine_of, evict, settled, whole, words
 
 LAYERS = 4
@@ -54,10 +54,6 @@ def modules(*chosen: int) -> list[Run]:
 
 def prompt(name: str, runs: Sequence[Run], own: int = 9, count: int = 6, answers: int = 1) -> Request:
     return Request(name, words(sum(map(len, runs)), own), greedy(count, n=answers), runs=runs)
-
-
-def tokens(events: Sequence[TokenEvent]) -> list[int]:
-    return [event.token for event in events]
 
 
 def made_from_nothing(model: Model, request: Request) -> list[int]:

@@ -37,7 +37,7 @@ from pando.errors import (
 from pando.kernels.reference import Read, attend
 from pando.model.decoder import Step
 
-from ..tiny import DEVICE, END, VOCAB, greedy, tiny_llm, tiny_model, write_checkpoint
+from ..tiny import DEVICE, END, VOCAB, at_rest, greedy, tiny_llm, tiny_model, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("overlap")
 
@@ -64,11 +64,6 @@ def direct(tokens: list[int]) -> torch.Tensor:
 
         step = Step(torch.tensor(tokens), at, at, at, lambda q, turned, k, v: attend(q, k, v, reads, at, geometry))
         return decoder.forward(step, Pool()).cpu()
-
-
-def at_rest(llm: LLM) -> bool:
-    llm.engine.clear_cache()
-    return not llm.engine.has_work and llm.engine.pages_in_use == 0
 
 
 # ---- prompts

@@ -16,7 +16,7 @@ from pando.engine.engine import Engine
 from pando.engine.request import Request, SamplingParams, TokenEvent
 from pando.model.load import Model
 
-from ..tiny import CPU, END, drain, greedy, run, tiny_engine, tiny_model
+from ..tiny import CPU, END, drain, greedy, prompt, run, tiny_engine, tiny_model
 from .test_engine import Only
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +29,6 @@ def model(request: pytest.FixtureRequest) -> Model:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, where steps overlap by themselves")
     return tiny_model(size=8 if request.param == "cpu" else 64, device=torch.device(request.param))
-
-
-def prompt(seed: int, length: int = 11) -> list[int]:
-    return [(seed * 37 + place * 11) % 256 for place in range(length)]
 
 
 def told(events: Events) -> dict[tuple[str, int], list[tuple[Any, ...]]]:
