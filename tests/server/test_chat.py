@@ -12,13 +12,7 @@ from pando.engine.request import SamplingParams
 
 from ..tiny import END, tiny_llm
 from .clients import WAIT, ask, each_client_of, exactly, quoted, said
-from .live import NAME, Live, live
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live() as server:
-        yield server
+from .live import NAME, Live
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])

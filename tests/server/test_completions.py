@@ -19,12 +19,6 @@ from .clients import each_client_of, fetch, said
 from .live import NAME, Live, live
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live() as server:
-        yield server
-
-
 @pytest.fixture(scope="module", params=["sync", "async"])
 def client(server: Live, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     with each_client_of(server, request.param) as client:

@@ -1,7 +1,6 @@
 """What comes before a request is one: heads that are too long or never end, from whoever has no key."""
 
 import socket
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -10,16 +9,10 @@ from pando.server import connection
 from pando.server.connection import MAX_HEAD
 
 from .clients import WAIT, fetch
-from .live import Live, live
+from .live import Live
 
 GET = b"GET /health HTTP/1.1\r\nHost: pando\r\n"
 POST = b"POST /health HTTP/1.1\r\nHost: pando\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live() as server:
-        yield server
 
 
 def sent(server: Live, *parts: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from .clients import WEATHER, ask, braked, client_of, counters, fetch, said, wait_for
+from .clients import WEATHER, ask, braked, counters, fetch, said, wait_for
 from .live import NAME, Live, live
 
 
@@ -23,12 +23,6 @@ def server() -> Iterator[Live]:
 def soon_late(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of this test may take a second; others have time, however slow a machine is."""
     monkeypatch.setattr(server.service, "config", replace(server.service.config, request_timeout=1))
-
-
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

@@ -15,19 +15,7 @@ from pando.engine.request import TokenEvent
 from pando.engine.sampler import Chosen
 
 from .clients import WAIT, ask, braked, client_of, counters, fetch, said, wait_for
-from .live import NAME, Live, live
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
+from .live import NAME, Live
 
 
 @pytest.fixture

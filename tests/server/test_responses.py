@@ -47,12 +47,6 @@ def each(server: Live, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI
         yield client
 
 
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
-
-
 def respond(client: openai.OpenAI, given: Any, **options: Any) -> Any:
     """The response to it: the likeliest, and short."""
     return client.responses.create(model=NAME, input=given, **{"temperature": 0, "max_output_tokens": 8, **options})

@@ -1,7 +1,6 @@
 """Every answer says what was reused for it, and why the rest was not."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,6 @@ from .clients import WAIT, ask, client_of, counters, exactly, quoted, wait_for
 from .live import NAME, Live, live
 
 SOURCES = {"computed", "device", "host", "disk", "remote", "module"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
 
 
 def go_on(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:

@@ -25,12 +25,6 @@ def server() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with client_of(server) as found:
-        yield found
-
-
 class Talk:
     """A client that sends the whole conversation with each turn."""
 
