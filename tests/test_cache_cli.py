@@ -21,7 +21,7 @@ from pando.store.remote import remote_tier
 from pando.store.sought import end_card, end_parent
 from pando.store.tier import tenant_tag
 
-from .store.pages import SHAPE, card, chain, data, keys, layers, pin, read
+from .store.pages import SHAPE, Clock, card, chain, data, keys, layers, pin, read
 from .store.test_remote import server  # noqa: F401  # a fixture
 
 DAY = 86400.0
@@ -32,14 +32,6 @@ def quiet_environment(monkeypatch, tmp_path):
     for variable in [name for name in os.environ if name.startswith("PANDO_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("PANDO_HOME", str(tmp_path / "home"))
-
-
-class Clock:
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -16,6 +16,14 @@ TENANT = hashlib.sha256(b"tenant").digest()
 ROOT = root_key(SHAPE.model, b"")
 
 
+class Clock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def card(first: int = 0, tokens: int = SHAPE.page_size, parent: Key = ROOT, tenant: bytes = TENANT) -> Card:
     words = tuple(range(first, first + tokens))
     return Card(page_key(parent, words), parent, tenant, words)

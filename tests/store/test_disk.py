@@ -19,16 +19,9 @@ from pando.store.disk import DiskTier
 from pando.store.fileformat import PROBE, read_header, tag
 from pando.store.tier import Lost
 
-from .pages import ROOT, SHAPE, TENANT, card, chain, data, keys, layers, pin, purge, read
+from .pages import ROOT, SHAPE, TENANT, Clock, card, chain, data, keys, layers, pin, purge, read
 
 OTHER = hashlib.sha256(b"another tenant").digest()
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

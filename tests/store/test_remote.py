@@ -20,7 +20,7 @@ from pando.store.remote import RedisTier, SharedTier, remote_tier
 from pando.store.tier import Lost
 
 from .faults import KINDS, FaultyTier, went_wrong
-from .pages import LAYER, ROOT, SHAPE, TENANT, card, chain, data, keys, layers, pin, read
+from .pages import LAYER, ROOT, SHAPE, TENANT, Clock, card, chain, data, keys, layers, pin, read
 from .test_faults import START, play
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_lets_go_of_what_was_used_longest_ago_hears_of_uses(make, 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_in_a_shared_directory_goes_what_nobody_used_for_too_long(tmp_path, codec, monkeypatch):
     monkeypatch.setattr(remote, "TIDIED", 8)
-    clock, (old, used, kept) = Clock(), chain(3)
+    clock, (old, used, kept) = Clock(0.0), chain(3)
     tier = SharedTier(tmp_path, SHAPE, 60, clock)
     save(tier, old, used, kept)
     pin(tier, [kept.key])
@@ -193,7 +193,7 @@ def test_in_a_shared_directory_goes_what_nobody_used_for_too_long(tmp_path, code
     save(tier, *chain(remote.TIDIED - 3, 9000))
     assert used.key not in {entry.key for entry in tier.entries()} and tier.look([kept.key]) == 1 and tier.look([used.key]) == 0
     tier.close()
-    forever = SharedTier(tmp_path, SHAPE, None, Clock())
+    forever = SharedTier(tmp_path, SHAPE, None, Clock(0.0))
     assert forever.look([kept.key]) == 1
     forever.close()
 
@@ -291,13 +291,6 @@ def test_random_schedules_on_a_faulty_remote_are_never_wrong(make):
     assert {kind for _, kind in went_wrong(tiers)} == {*KINDS}
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def is_silent(tier) -> bool:
     try:
         tier.look([card().key])
@@ -308,7 +301,7 @@ def is_silent(tier) -> bool:
 
 def test_a_server_that_is_gone_is_asked_three_times_and_then_left_alone(tmp_path, caplog):
     pytest.importorskip("redis")
-    clock = Clock()
+    clock = Clock(0.0)
     tier, one = RedisTier(f"unix://{tmp_path}/nobody", SHAPE, clock=clock), card()
     for ask in (lambda: tier.look([one.key]), lambda: tier.ends(ROOT), *5 * [lambda: tier.open(one.key)]):
         with pytest.raises(Lost, match="unreadable"):
@@ -327,7 +320,7 @@ def test_a_server_that_is_gone_is_asked_three_times_and_then_left_alone(tmp_path
 
 
 def test_a_server_that_comes_back_is_used_again(make, server, caplog):
-    clock, one = Clock(), card()
+    clock, one = Clock(0.0), card()
     save(make(), one)
     tier = RedisTier(server, SHAPE, clock=clock)
     for _ in range(redis_server.FAILURES):
