@@ -96,6 +96,8 @@ def test_a_file_may_hold_one_case_or_several(tmp_path):
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float32"),
         ({"name": ""}, "its name has 0 characters"),
         ({"name": 7}, "'name' must be a text"),
+        ({"name": "a\nb"}, "case 'a\\nb': its name has characters that are not printed"),
+        ({"name": "\ud800"}, "its name has characters that are not printed"),
         ({"segments": []}, "it has 0 segments"),
         ({"segments": {}}, "'segments' must be a list"),
         ({"rows": []}, "it has 0 rows"),
@@ -106,6 +108,10 @@ def test_a_file_may_hold_one_case_or_several(tmp_path):
         ({"segments": [{"parent": None, "tokens": 1 << 40}], "rows": [0]}, "segment 0 has 1099511627776 tokens"),
         ({"segments": [{"parent": None, "tokens": 1 << 26}] * 2, "rows": [0]}, "tokens together"),
         ({"segments": [{"parent": None, "tokens": 1 << 20}], "rows": [0] * 1025}, "its rows read more than"),
+        (
+            {"segments": [{"parent": i - 1 if i else None, "tokens": int(not i)} for i in range(1 << 12)], "rows": [4095] * 1025},
+            "its rows read more than 4194304 segments together",
+        ),
         ({"segments": [{"parent": 4, "tokens": 4}], "rows": [0]}, "the parent of segment 0 is 4"),
         ({"segments": [{"parent": 0, "tokens": 4}], "rows": [0]}, "segment 0 is behind itself"),
         ({"segments": [{"parent": 1, "tokens": 4}, {"parent": 0, "tokens": 4}], "rows": [0]}, "is behind itself"),
@@ -341,7 +347,7 @@ def test_the_command_prints_a_line_for_each_case_and_writes_json(tmp_path, capsy
 def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "out.svg"
-    cases = file_of(tmp_path, GIVEN)
+    cases = file_of(tmp_path, {**GIVEN, "name": r"$\frac$"})  # is no formula
     assert command.main(["--device", "cpu", "--cases", str(cases), "--repeats", "1", "--plot", str(file), *LIMITS]) == 0
     assert "<svg" in file.read_text()
 

@@ -1,6 +1,7 @@
 """Cases of `pando bench attention`: a tree of segments, and the rows that read it. Anyone may bring them, as JSON."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ MOST_HEADS, LARGEST_HEAD = 1024, 1024
 MOST_TOKENS = 1 << 26  # of a segment, and of all of them together
 MOST_SEGMENTS = MOST_ROWS = 1 << 16
 MOST_READ = 1 << 30  # tokens of all rows' contexts
+MOST_PATHS = 1 << 22  # segments of all rows' paths
 LONGEST_FILE = 64 << 20  # bytes
 LONGEST_NAME = 200
 KINDS: dict[type, str] = {str: "a text", list: "a list", int: "a whole number"}
@@ -124,6 +126,8 @@ class Case:
 def _check_heads(case: Case) -> None:
     if not case.name or len(case.name) > LONGEST_NAME:
         raise _wrong(case.name, f"its name has {len(case.name)} characters; give it 1 to {LONGEST_NAME}")
+    if not case.name.isprintable():
+        raise _wrong(case.name, "its name has characters that are not printed; it must fit a line of a table")
     for name, value, most in (("hq", case.hq, MOST_HEADS), ("hkv", case.hkv, MOST_HEADS), ("d", case.d, LARGEST_HEAD)):
         if not 1 <= value <= most:
             raise _wrong(case.name, f"{name} is {value}; it must be from 1 to {most}")
@@ -152,6 +156,8 @@ def _check_tree(case: Case) -> None:
             raise _wrong(case.name, f"row {row} has no tokens to read; give one of its segments some")
     if sum(map(case.length, range(len(case.rows)))) > MOST_READ:
         raise _wrong(case.name, f"its rows read more than {MOST_READ} tokens together; make it smaller")
+    if sum(case.depth[leaf] + 1 for leaf in case.rows) > MOST_PATHS:
+        raise _wrong(case.name, f"its rows read more than {MOST_PATHS} segments together; make it smaller")
 
 
 def _wrong(name: str, what: str) -> InvalidOption:
@@ -170,9 +176,9 @@ def read_cases(file: Path) -> list[Case]:
     if not entries:
         raise InvalidOption(f"--cases {file}: holds no case")
     cases = [_case(entry, f"--cases {file}: entry {index}") for index, entry in enumerate(entries)]
-    names = [case.name for case in cases]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InvalidOption(f"--cases {file}: {twice[0]!r} is the name of several cases; name each differently")
+    [(name, times)] = Counter(case.name for case in cases).most_common(1)
+    if times > 1:
+        raise InvalidOption(f"--cases {file}: {name!r} is the name of several cases; name each differently")
     return cases
 
 

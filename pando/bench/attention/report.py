@@ -161,6 +161,6 @@ def draw(found: Sequence[Measured], title: str, file: Path) -> None:
         edges = ([index + side for index in range(len(found))] for side in (-0.45, 0.45))
         axis.hlines([one.floor_us for one in found], *edges, "black", label="floor")
         axis.set(yscale="log", ylabel="microseconds")
-        axis.set_xticks(range(len(found)), [one.name for one in found], rotation=60, ha="right", fontsize=8)
+        axis.set_xticks(range(len(found)), [one.name for one in found], rotation=60, ha="right", fontsize=8, parse_math=False)
         axis.grid(axis="y", alpha=0.3)
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
