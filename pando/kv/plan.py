@@ -93,7 +93,7 @@ class CostModel:
 
     def pays(self, tokens: Numbers, rows: Numbers, group: int, *, merging: bool = False) -> Flags:
         """`merging`: these rows merge something anyway, and one part more is little."""
-        launch, merge = (0, min(self.merge, PART)) if merging else (self.launch, self.merge)
+        launch, merge = (0, PART) if merging else (self.launch, self.merge)
         few, many = launch + merge * group * rows, max(launch, MANY) + min(merge, EACH) * group * rows
         found: Flags = tokens * (rows - 1) > np.minimum(few, many)
         return found
@@ -156,7 +156,7 @@ def plan(rows: Sequence[RowView], page_size: int, group: int = 1, cost: CostMode
         merges = np.zeros(len(rows), np.bool_)
         merges[entries.row[pays[chain][segment]]] = True
         all_merge = np.bincount(segment[merges[entries.row]], minlength=len(origin)) == readers
-        pays |= all_merge[heads] & cost.pays(tokens, count, group, merging=True) & (count > 1)
+        pays |= all_merge[heads] & cost.pays(tokens, count, group, merging=True)
     shared = pays[chain]  # [S]
 
     lead = shared & ~continues  # [S]

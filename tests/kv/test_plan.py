@@ -1,6 +1,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
@@ -80,9 +81,10 @@ def test_rows_that_merge_anyway_share_shorter_segments_too() -> None:
     dear = CostModel(launch=0, merge=20)
     trunk, twig = Placement(segment([*range(100, 120)], 0)), Placement(segment([*range(8)], 80))
     assert not plan([row([twig], [50]), row([twig], [51])], PAGE, cost=dear).shared
+    behind = [row([trunk, twig], [50]), row([trunk, twig], [51]), row([trunk], [52])]
     for cost in (dear, CostModel(launch=64, merge=20)):  # which is there anyway, too
-        behind = plan([row([trunk, twig], [50]), row([trunk, twig], [51]), row([trunk], [52])], PAGE, cost=cost)
-        assert [read.tokens for read in behind.shared_reads] == [80, 32]
+        assert [read.tokens for read in plan(behind, PAGE, cost=cost).shared_reads] == [80, 32]
+    assert [read.tokens for read in plan(behind, PAGE, cost=CostModel(launch=48, merge=2)).shared_reads] == [80], "parts are cheap"
     beside = plan([row([trunk, twig], [50]), row([trunk], [51]), row([twig], [52])], PAGE, cost=dear)
     assert [read.tokens for read in beside.shared_reads] == [80], "one of those who read the twig would merge for it alone"
 
@@ -106,6 +108,31 @@ def test_a_module_placed_between_two_segments_does_not_part_them() -> None:
     found = plan([row([trunk, branch], [2]), row([trunk, module, branch], [3])], PAGE, cost=ALWAYS)
     assert found.shared_reads == (Read((0, 1), 8, 0, (0, 1), (0, 0)),)
     assert found.private_reads == (Read((2,), 4, 8, (0,), (0,)), Read((7,), 4, 0, (1,), (100,)), Read((3,), 4, 8, (1,), (0,)))
+
+
+def test_what_was_stored_side_by_side_and_is_moved_differently_is_two_reads() -> None:
+    """A read has one shift for each of its rows."""
+    module, text = Placement(segment([7], 0), 8), Placement(segment([1], 4))
+    own = Read((7,), 4, 0, (0,), (8,)), Read((1, 2), 8, 4, (0,), (0,))
+    assert plan([row([module, text], [2])], PAGE).reads == own
+    assert plan([row([module, text], [2]), row([], [3])], PAGE, cost=NEVER).reads[:2] == own
+    found = plan([row([module, text], [2]), row([module, text], [3])], PAGE, cost=ALWAYS)
+    assert found.shared_reads == (Read((7,), 4, 0, (0, 1), (8, 8)), Read((1,), 4, 4, (0, 1), (0, 0)))
+
+
+def test_where_a_row_ends_the_next_one_does_not_go_on() -> None:
+    """It begins with a module that was made for the position behind the first one's tail."""
+    found = plan([row([], [1]), row([Placement(segment([2], 4))], [3])], PAGE, cost=NEVER)
+    assert found.reads == (Read((1,), 4, 0, (0,), (0,)), Read((2, 3), 8, 4, (1,), (0,)))
+
+
+def test_the_reads_are_the_same_in_whatever_order_a_row_names_what_it_reads() -> None:
+    """As a prompt that imports the modules of a schema in another order, which stand where the schema has them."""
+    placed = [Placement(segment([page], first), shift) for page, first, shift in ((0, 0, 8), (1, 4, 8), (2, 0, 20), (3, 4, 20), (4, 0, 0))]
+    for order in permutations(placed):
+        rows = [RowView(order, (9,), 4), row([], [8])]
+        for found in plan(rows[:1], PAGE), plan(rows, PAGE):
+            assert {read.pages for read in found.reads} - {(8,)} == {(0, 1), (2, 3), (4, 9)}
 
 
 def test_a_text_behind_a_module_is_one_read_with_the_tail() -> None:
