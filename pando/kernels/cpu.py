@@ -24,6 +24,7 @@ from .rope import rotate, turns
 
 LONG = 256  # keys from which reading in place beats joining the padded batch
 BIAS_ELEMENTS = 1 << 24  # the largest bias held at once, where positions are a bias
+UNSEEN = "whoever reads keys sees the first of them: over none, torch's kernel ends the process"
 Part = tuple[Tensor, Tensor]  # out [m, H, D], lse [m, H] fp32
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,6 +42,7 @@ class Lowering:
             if not len(read.slots) or not len(read.queries):
                 continue
             if len(read.queries) == 1:
+                assert host[read.queries] - read.shifts.numpy() >= read.first, UNSEEN
                 in_place = (len(read.slots) >= LONG or singles == 1) and _contiguous(read.slots.numpy())
                 if in_place:
                     self.parts.append(Run(read, len(host), geometry))
@@ -196,6 +198,7 @@ def split_own(read: Read, positions: NDArray[np.int64]) -> tuple[Read | None, Re
     queries = read.queries.numpy()
     at = positions[queries] - read.shifts.numpy()
     before = int(at.min()) - read.first
+    assert before >= 0, UNSEEN
     if len(read.slots) <= before + 1:
         return read, None
     assert _contiguous(queries) and _contiguous(at) and not read.shifts.any(), "a row's new tokens follow one another"

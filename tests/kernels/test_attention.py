@@ -396,5 +396,17 @@ def test_a_read_without_keys_or_readers_changes_nothing() -> None:
         case.check(case.paths(), case.positions)
 
 
+@pytest.mark.parametrize("queries", [1, 2, SOME])
+def test_keys_that_a_query_does_not_see_weigh_nothing_or_are_refused(queries: int) -> None:
+    """No plan has such reads: what a row imports stands before what it computes. Over no keys, torch's kernel would end the process."""
+    case = Case(0, "rope", rows=queries, decoding=True, shape=(3, 16), tails=(11,))
+    for first, tokens in ((5000, 8), (int(case.positions.max()) + 1, 300)):
+        case.write(case.add(tokens, first, range(queries), [0] * queries))
+    case.check({"native": case.lower(Dense()), "native by rows": case.lower(Dense(columns=False))}, case.positions)
+    for dense in (None, Dense(True, True))[: 2 if queries == SOME else 1]:
+        with pytest.raises(AssertionError, match="sees the first of them"):
+            case.lower(dense)
+
+
 def test_the_slopes_of_a_power_of_two_are_a_geometric_series() -> None:
     assert torch.allclose(alibi_slopes(8), torch.tensor([2.0**-i for i in range(1, 9)]))
