@@ -20,7 +20,7 @@ typedef struct {
     const Tile *tiles;
     const int32_t *chains;               /* tiles chains[c] to chains[c + 1] are looked at by the same queries, for one part */
     const int32_t *slots;                /* of all runs */
-    const int32_t *query, *seen, *ahead; /* of each pair: its query, how many keys it sees, how far ahead of it the first one lies */
+    const int32_t *query, *seen;         /* of each pair: its query, and how many keys it sees, if there are so many */
     const int32_t *starts, *of;          /* the parts of token t are of[starts[t]] to of[starts[t + 1]] */
     const int64_t *moved;                /* tokens that ask again, of placements that are moved: as often as there are `moves` */
     const float *turns;                  /* by what each of these queries is rotated, as `rotate` takes it */

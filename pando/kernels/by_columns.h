@@ -93,7 +93,7 @@ static inline void lean_columns(const Work *w, const Tile *tile, int h, int v, i
     vec slope = {0}, ahead = {0};
     for (int lane = 0, r = v * WIDTH; lane < WIDTH && r < rows; lane++, r++) {
         slope[lane] = w->slopes[h * G + r % G] * LOG2_E;
-        ahead[lane] = w->ahead[tile->pair + r / G] + from;
+        ahead[lane] = 1 - w->seen[tile->pair + r / G] + from;
     }
     for (int j = 0; j < count; j++) store_float(scores + j * WIDTH, load_float(scores + j * WIDTH) + slope * (ahead + (float)j));
 }

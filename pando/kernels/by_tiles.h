@@ -90,7 +90,7 @@ static void lean(const Look *look, const Unit *unit) {
     const Work *w = look->w;
     int G = w->H / w->K, rows = rows_of_tile(w, unit->tile);
     for (int c = 0, r = unit->group * SIDE; c < SIDE && r < rows; c++, r++) {
-        int ahead = w->ahead[unit->tile->pair + r / G] + unit->from;
+        int ahead = 1 - w->seen[unit->tile->pair + r / G] + unit->from;
         float slope = w->slopes[look->h * G + r % G] * LOG2_E, *score = unit->scores + c;
         for (int j = 0; j < unit->depth * DEPTH; j++, score += SIDE) *score = *score * w->scale + slope * (ahead + j);
     }

@@ -109,7 +109,7 @@ static inline void weigh_row(const Work *w, const Tile *tile, int h, int r, int 
     visible = visible < 0 ? 0 : visible > count ? count : visible;
     if (w->slopes) {
         float slope = w->slopes[h * G + r % G] * LOG2_E;
-        for (int j = 0; j < visible; j++) scores[j] += slope * (w->ahead[pair] + from + j);
+        for (int j = 0; j < visible; j++) scores[j] += slope * (1 - w->seen[pair] + from + j);
     }
     weigh(scores, visible, desk->peak + r, desk->sum + r, desk->acc + r * w->D, w->D);
 }

@@ -46,7 +46,7 @@ class Work(ctypes.Structure):
     """What the attention of attend.h is given."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen", "ahead")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen")),
         *((name, ctypes.c_void_p) for name in ("starts", "of", "moved", "turns", "queries", "parts", "peaks", "sums")),
         *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves")),
         ("scale", ctypes.c_float),
@@ -327,7 +327,7 @@ class NativeLowering:
     def _arguments(self) -> Work:
         """All of the kernel's that stay the same from layer to layer."""
         tiling, g = self._tiling, self._geometry
-        arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.ahead, tiling.starts, tiling.of)
+        arrays = (tiling.tiles, tiling.chains, tiling.slots, tiling.query, tiling.seen, tiling.starts, tiling.of)
         slopes = None if g.slopes is None else g.slopes.data_ptr()
         moved: tuple[int | None, ...] = (None, None, None)
         if tiling.turn is not None:

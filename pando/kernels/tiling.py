@@ -42,7 +42,7 @@ class Tiling:
         self._geometry, self._threads = geometry, threads
         self.slots: Ints = np.add.outer(reads.pages * reads.page_size, np.arange(reads.page_size, dtype=np.int32)).reshape(-1)
         queries = np.diff(reads.query_starts)
-        self._first, self._tokens = np.repeat(reads.first, queries), np.repeat(reads.tokens, queries)
+        self._first = np.repeat(reads.first, queries)
         self.reader, self._shifts = reads.queries.astype(np.int64), reads.shifts
         run = _runs(reads) if chained else np.arange(len(reads))
         answered = self._tile(reads, left, run, max(1, rows // (geometry.heads // geometry.kv_heads)), keys)
@@ -57,7 +57,7 @@ class Tiling:
         wanted = np.maximum(1, np.ceil(self._tasks_of(queries, length, total) / np.maximum(1, slices))).astype(np.int64)
         step = np.maximum(keys, -(-total // wanted // GRAIN) * GRAIN)
         first = before // step
-        cuts = np.where(length > 0, (before + length - 1) // step - first + 1, 0)
+        cuts = (before + length - 1) // step - first + 1
         counts = cuts * slices  # tiles of each read: slices of its queries, and of each its slices of keys
         read = np.repeat(np.arange(len(reads)), counts)
         slice_, cut = np.divmod(np.arange(len(read)) - (np.cumsum(counts) - counts)[read], cuts[read])
@@ -112,11 +112,10 @@ class Tiling:
         self.readers_moved: Numbers = self.reader[self.moved]
 
     def begin(self, positions: Numbers) -> None:
-        """Takes in the positions of a step's tokens: how many keys each pair sees, how far ahead of it the first one lies, and how the
-        queries of moved placements are turned."""
+        """Takes in the positions of a step's tokens: how many keys each pair sees, if there are so many, and how the queries of moved
+        placements are turned."""
         at = positions[self.reader] - self._shifts
-        self.ahead: Ints = (self._first - at).astype(np.int32)
-        self.seen: Ints = np.minimum(1 - self.ahead, self._tokens)
+        self.seen: Ints = (at - self._first + 1).astype(np.int32)
         self.turn: Tensor | None = None
         if len(self.moved) and self._geometry.freqs is not None:
             self.turn = turns(torch.from_numpy(at[self.moved]), self._geometry.freqs, self._geometry.factor)
