@@ -149,6 +149,30 @@ def test_a_plan_is_made_anew_only_when_a_row_joins_leaves_or_fills_a_page() -> N
     assert plans == [0, 1, 4, 5, 8, 12, 14]
 
 
+@CPU_ALONE
+def test_a_plan_is_lowered_once_for_all_steps_that_it_holds() -> None:
+    engine, lowered = tiny_engine(page_size=16), list[Reads]()
+    made = engine.batcher.lower or Lowering
+
+    def lower(reads: Reads, positions: torch.Tensor, geometry: Geometry) -> Lowered:
+        lowered.append(reads)
+        return made(reads, positions, geometry)
+
+    engine.batcher.lower = lower
+    run(engine, [Request(str(i), [3 + i, 4, 5], greedy(24)) for i in range(2)])
+    stats = engine.stats()
+    assert len(lowered) == stats.plans < stats.steps / 4
+
+
+def test_kernels_are_told_how_much_of_the_pages_nobody_has_written_yet() -> None:
+    """A GPU's choose their tiles by it."""
+    engine = tiny_engine(page_size=16)
+    for name, length in (("a", 3), ("b", 21)):
+        engine.add(Request(name, list(range(length, 2 * length)), greedy(24)))
+    engine.step()
+    assert engine.batcher._batch.reads.unseen == 3 * 16 - 3 - 21
+
+
 def test_a_row_is_seen_anew_when_its_segment_is_cut() -> None:
     """Else a row that came first would not share with one that has only the beginning of its prompt in common."""
     engine = tiny_engine()
@@ -188,8 +212,18 @@ class Refused(Exception):
     __module__ = "triton.runtime.errors"
 
 
+class Late:
+    """Reads whose kernel is made when it is first launched, and cannot be."""
+
+    def begin(self, positions: torch.Tensor) -> None: ...
+
+    def attend(self, *given: torch.Tensor) -> torch.Tensor:
+        raise Refused("out of resource: shared memory")
+
+
 @CPU_ALONE
-def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(late: bool, caplog: pytest.LogCaptureFixture) -> None:
     asked = [Request(str(i), [(7 * i + j) % 256 for j in range(20 + 9 * i)], greedy(12)) for i in range(4)]
     expected = run(tiny_engine(), asked)
     engine, seen = tiny_engine(), list[int]()
@@ -197,9 +231,9 @@ def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(
 
     def lower(reads: Reads, positions: torch.Tensor, geometry: Geometry) -> Lowered:
         seen.append(len(positions))
-        if len(seen) == 4:
+        if len(seen) == 4 and not late:
             raise Refused("out of resource: shared memory")
-        return made(reads, positions, geometry)
+        return made(reads, positions, geometry) if len(seen) < 4 else Late()
 
     engine.batcher.lower = lower
     found = run(engine, asked)
@@ -210,6 +244,7 @@ def test_a_kernel_that_cannot_be_made_for_a_later_plan_costs_time_and_no_answer(
         "Pando's own GPU kernels of attention could not do a step; from now on the slow definition does them: "
         "Refused: out of resource: shared memory"
     ]
+    assert not engine.batcher.falls_back(Refused("again")), "the definition would be tried for ever"
     engine.clear_cache()
     assert engine.pages_in_use == 0
 
