@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from ..config import EngineConfig
 from ..errors import InvalidOption
 from ..flags import Parser, written_file
 from . import PARTS, cases
@@ -33,6 +34,7 @@ AT_ANY_SIZE = (*NEEDS_REAL_WEIGHTS, "pages")  # must be what was promised
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
+    EngineConfig(threads=arguments.threads)  # no more than an engine takes
     names = [name for name in arguments.only or CASES if not (arguments.random_weights and name in NEEDS_REAL_WEIGHTS)]
     if not names:
         raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")

@@ -41,7 +41,7 @@ class Subject(NamedTuple):
     head_dim: int
 
     def file(self, folder: Path) -> Path:
-        words = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:80] or "device"
+        words = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:80]
         return folder / f"{words}_{self.dtype}_{self.heads}x{self.kv_heads}x{self.head_dim}.json"
 
 

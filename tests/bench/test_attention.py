@@ -364,6 +364,8 @@ def test_a_plot_is_drawn(tmp_path):
         ("--calibrate --head-size 0", "--head-size: '0' is no whole number from 1"),
         ("--bandwidth 0", "--bandwidth: '0' is no number above 0"),
         ("--rate nan", "--rate: 'nan' is no number above 0"),
+        ("--threads 99999", "threads is 99999; it must be a whole number from 1 to 4096"),
+        ("--page-size 99999", "page_size is 99999"),
         ("--dtype int8", "'int8' is not one of"),
         ("--json nowhere/out.json", "there is no folder nowhere"),
         ("--plot out.txt", "must end in"),
@@ -516,6 +518,18 @@ def test_a_calibration_is_kept_and_found_again(tmp_path):
     file = keep_cost(CostModel(100.0, 0.5), SUBJECT, folder)
     assert [found.name for found in folder.iterdir()] == [file.name]
     assert cost_of(*SUBJECT, folder) == CostModel(100.0, 0.5)
+
+
+def test_a_device_has_a_file_whatever_its_name(tmp_path):
+    for name in ("x" * 1000, "../../etc/passwd", "\0/", ""):
+        file = keep_cost(CostModel(1.0, 2.0), SUBJECT._replace(device=name), tmp_path)
+        assert file.parent == tmp_path and cost_of(name, *SUBJECT[1:], tmp_path) == CostModel(1.0, 2.0)
+
+
+def test_a_calibration_holds_for_a_number_of_threads(monkeypatch):
+    one = device_name(CPU)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    assert device_name(CPU) != one and device_name(CPU).endswith(", 97 threads")
 
 
 def test_a_missing_calibration_is_none_and_no_complaint(tmp_path, caplog):

@@ -39,3 +39,9 @@ def test_small_sizes_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sizes_of_nothing_are_refused_and_do_not_stand_for_the_usual_ones(option: str, value: str) -> None:
     with pytest.raises(InvalidOption, match=f"{option}: '{value}' is no whole number from 1"):
         foundation.main([option, value])
+
+
+@pytest.mark.usefixtures("quick_cases")
+def test_more_threads_than_an_engine_takes_are_refused() -> None:
+    with pytest.raises(InvalidOption, match="threads is 99999; it must be a whole number from 1 to 4096"):
+        foundation.main(["--threads", "99999"])

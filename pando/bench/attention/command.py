@@ -156,6 +156,7 @@ def _heads(arguments: argparse.Namespace, device: torch.device) -> Heads:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Whatever is known to fail after minutes of measuring is refused before."""
+    EngineConfig(threads=arguments.threads, page_size=arguments.page_size)  # no more of them than an engine takes
     if arguments.calibrate and (arguments.json or arguments.plot or arguments.peers or arguments.match):
         raise InvalidOption("--calibrate measures its own cases and keeps its own file; leave out --json, --plot, --peers and --match")
     if not arguments.calibrate and (arguments.heads or arguments.head_size):
