@@ -57,6 +57,35 @@ def test_a_part_has_the_keys_of_the_whole() -> None:
     assert rest.keys(US, PAGE) == keys_of(TOKENS, US)
 
 
+def test_a_part_stands_and_is_made_where_it_was_in_the_whole() -> None:
+    context = (Run((1, 2, 3, 4), 0, Origin((), 0)),)
+    whole = Run(TOKENS, 50, Origin(context, 4))
+    assert whole.part(0, 8).origin is whole.origin
+    for part, start in ((whole.part(8, 22), 8), (whole.part(8, 22).part(4, 14), 12)):
+        assert (part.tokens, part.position, part.shift) == (TOKENS[start:], 50 + start, whole.shift)
+        assert part.origin is not None and whole.origin is not None
+        assert (part.origin.first, part.origin.start, part.origin.before) == (4 + start, 4, TOKENS[:start])
+        assert part.origin.key(b"us") == whole.origin.key(b"us"), "it is computed behind the same"
+
+
+def test_the_root_of_what_is_computed_names_the_tenant_the_context_and_the_place() -> None:
+    context = (Run((1, 2, 3, 4), 0, Origin((), 0)),)
+    assert Origin((), 0).key(b"us") == b"us"
+    assert len({Origin(*made).key(root) for root in (b"us", b"them") for made in (((), 0), ((), 4), (context, 4), (context, 8))}) == 8
+
+
+def test_a_plain_run_is_the_beginning_of_a_prompt() -> None:
+    context = (Run((1, 2, 3, 4), 0, Origin((), 0)),)
+    assert Run(TOKENS, 0).is_plain and Run(TOKENS, 0, Origin((), 0)).is_plain
+    others = Run(TOKENS, 4), Run(TOKENS, 4, Origin((), 0)), Run(TOKENS, 0, Origin((), 4)), Run(TOKENS, 0, Origin(context, 4))
+    assert not any(run.is_plain for run in others)
+
+
+def test_a_context_with_words_of_a_prompt_is_named_as_the_prompt_has_it() -> None:
+    some = (Run(TOKENS, 0, Origin((), 0)), Run((1, 2), 22))
+    assert Origin(some, 24).placed_digest == Origin(tuple(in_place(some)), 24).digest != Origin(some, 24).digest
+
+
 def test_what_is_computed_where_it_stands_has_keys_behind_what_stands_before() -> None:
     before, own = Run(TOKENS, 0, Origin((), 0)), Run((1, 2, 3, 4, 5), 22)
     placed = in_place([before, own])[1]
