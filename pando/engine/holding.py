@@ -189,8 +189,9 @@ class Holding:
             self.turns.change()
 
     def keeps_own(self, row: Row) -> bool:
-        """Nothing is reused where a prompt is scored: what the tree has of it already may have gone through a codec that rounds."""
-        return row.scored is not None and self.below is not None and self.below.rounded.rounds
+        """Nothing is reused where a prompt is scored: what the tree has of it already may have gone through a codec that rounds. And what
+        others were lent stays where it is: the tree may have the same run in other pages."""
+        return bool(row.comes) or (row.scored is not None and self.below is not None and self.below.rounded.rounds)
 
     def hand_over(self, row: Row, now: float) -> None:
         """Full pages become the tree's. Where it has the same run already, the row reads that one from now on."""

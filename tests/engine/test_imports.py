@@ -231,6 +231,22 @@ def test_who_reads_what_a_step_did_not_compute_after_all_begins_again(monkeypatc
     assert found["fourth", 0] == right and all(tokens == right[-len(tokens) :] for tokens in found.values())
 
 
+def test_what_is_lent_stays_where_it_is_although_the_tree_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is made again with less room, so that it computes a part of what was lent; what is scored brought the tree the same."""
+    text = words(2, 24)
+    asked = ask("x", [Run(text, 0, Origin((), 0)), Run(words(3, 5), 24, Origin((), 0))])
+    engine = tiny_engine(max_num_batched_tokens=128, kv_cache_tokens=128, overlap=False)
+    engine.add(Request("scored", text[:20], greedy(1), score=True))
+    engine.add(asked)
+    assert len(engine.scheduler.next().rows) == 4, "also the row that reads what two others compute"
+    engine.scheduler.retract()
+    monkeypatch.setattr(engine.scheduler, "budget", 40)
+    engine.step()
+    monkeypatch.setattr(engine.scheduler, "budget", 128)
+    others = [Request(f"{place}", words(50 + place, 14 + place), greedy(3)) for place in range(4)]  # in whatever pages are free
+    assert tokens_of(run(engine, others))["x", 0] == answer(tiny_engine(max_num_batched_tokens=8), asked)
+
+
 def test_of_modules_that_wait_for_one_another_only_the_next_looks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = [OPENING]
     for seed in range(40):
