@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from .config import EngineConfig
+from .engine.imports import wants
 from .engine.words import Words
 from .errors import InvalidOption, counted
 from .kv.run import Run
@@ -73,8 +74,17 @@ def _layout(bound: Bound) -> Iterator[str]:
         state = "new" if run.origin is None else "cached" + moved
         rows.append([name, str(len(run)), f"{run.position}-{run.end - 1}", state])
     yield from _table(["run", "tokens", "positions", "state"], rows)
-    kind = "exact: it answers as the plain prompt does" if bound.exact else "modular: some modules have not seen what stands before them"
-    yield f"{bound.module_tokens + bound.new_tokens} tokens, {bound.module_tokens} from the schema and {bound.new_tokens} new; {kind}"
+    known, new = bound.module_tokens, bound.new_tokens
+    yield f"{known + new} tokens, {known} from the schema and {new} new; {_kind(bound)}"
+
+
+def _kind(bound: Bound) -> str:
+    """As answers tell it: what is read behind a hole is not the plain prompt, and yet no approximation of what stands there."""
+    if bound.exact:
+        return "exact: it answers as the plain prompt does"
+    if any(not want.exact for want in wants(b"", bound.runs, 1)):
+        return "modular: some modules have not seen what stands before them"
+    return "exact but for its holes, which the plain prompt does not have"
 
 
 def advice(bound: Bound, tokenizer: Tokenizer) -> Iterator[str]:

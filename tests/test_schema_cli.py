@@ -115,6 +115,15 @@ def test_an_exact_prompt_says_so(files, model, capsys):
     assert "exact: it answers as the plain prompt does" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("imported", "kind"), [("<paris/>", "exact but for its holes"), ("<rome/>", "modular: some modules have not")])
+def test_holes_are_no_module_that_has_not_seen_what_stands_before_it(files, model, capsys, imported, kind):
+    body = 'Go.<module name="paris">A tower.</module><module name="rome">A forum.</module>'
+    (files / "tour.pml").write_text(f'<schema name="tour" layout="fixed" encode="causal">{body}</schema>')
+    (files / "ask.pml").write_text(f'<prompt schema="tour">{imported}Go?</prompt>')
+    assert run("schema", "check", files / "tour.pml", "--prompt", files / "ask.pml", "--model", model) == 0
+    assert f" new; {kind}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("file", "text", "complaint", "source", "column"),
     [
