@@ -1,7 +1,7 @@
 """The schemas of one engine: PML in, runs out, and what of them is in the cache."""
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,7 @@ class Schemas:
         geometry = engine.model.decoder.geometry
         movable = geometry.freqs is not None or geometry.slopes is not None
         self.library = Library(Words(engine.model.tokenizer, chat_template), movable=movable, max_len=engine.max_len)
-        self._uses = defaultdict[str, _Uses](_Uses)
+        self._uses = WeakKeyDictionary[Schema, _Uses]()
         self._repairs = WeakKeyDictionary[Schema, float]()  # where one was given
         self._written = WeakValueDictionary[str, Schema]()  # by their texts
         self._lock = threading.Lock()
@@ -92,8 +92,6 @@ class Schemas:
 
     def remove(self, name: str) -> bool:
         """Prompts that are being answered finish; what is cached goes when the room is needed."""
-        with self._lock:
-            self._uses.pop(name, None)
         return self.library.remove(name) is not None
 
     def __getitem__(self, name: str) -> Schema:
@@ -108,7 +106,7 @@ class Schemas:
     def bind(self, pml: str | bytes | Element, *, file: str = "prompt") -> tuple[Schema, Bound]:
         schema, bound = self.library.bind(pml, file=file)
         with self._lock:
-            uses = self._uses[schema.name]
+            uses = self._uses.setdefault(schema, _Uses())
             uses.prompts += 1
             uses.modules.update(bound.imported)
         return schema, bound
@@ -130,12 +128,13 @@ class Schemas:
         """Of prompts made from it that do not say."""
         return self._repairs.get(schema, 0.0)
 
-    def uses(self, name: str) -> int:
-        return self._uses.get(name, _Uses()).prompts
+    def uses(self, schema: Schema) -> int:
+        return self._uses.get(schema, _Uses()).prompts
 
     def facts(self, name: str, tenant: Tenant, which: slice = slice(None)) -> list[ModuleFacts]:
         """In the engine's thread. `which`: of the modules, since there may be very many."""
-        schema, uses = self[name], self._uses.get(name, _Uses()).modules
+        schema = self[name]
+        uses = self._uses.get(schema, _Uses()).modules
         return [
             ModuleFacts(
                 part.path, part.encode, part.tokens, self._engine.bytes_of(part.runs),

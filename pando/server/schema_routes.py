@@ -152,7 +152,7 @@ class SchemaRoutes:
             "repair": schemas.repair(schema),
             "tokens": sum(part.tokens for part in schema.modules),
             "bytes": self.service.bytes_of(schema.stored),
-            "uses": schemas.uses(schema.name),
+            "uses": schemas.uses(schema),
         }
 
 

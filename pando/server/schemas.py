@@ -79,7 +79,7 @@ class Holdings:
         with self._lock:
             if own.library.get(name) is made:
                 self._asked[owner, name] -= 1
-                if not self._asked[owner, name] and not own.uses(name):
+                if not self._asked[owner, name] and not own.uses(made):
                     self.remove(owner, name)
 
     def _check_room(self, owner: bytes, count: int, size: int) -> None:

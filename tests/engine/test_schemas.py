@@ -11,7 +11,9 @@ from pando import LLM, Prompt
 from pando.engine.request import Request, Tenant, TokenEvent
 from pando.errors import InvalidPrompt, MarkupError, PoolTooSmall
 from pando.kv.run import Origin, Run
+from pando.markup.binding import Bound
 from pando.markup.program import Len, program
+from pando.markup.schema import Schema
 from pando.model.load import Model
 
 from ..tiny import greedy, run, tiny_engine, tiny_llm, tiny_model
@@ -134,6 +136,22 @@ def test_a_schema_that_is_removed_is_unknown_and_what_was_asked_before_finishes(
         llm.generate(Prompt(BOTH))
     with pytest.raises(InvalidPrompt, match="there is no schema 'tour'"):
         llm.schemas["tour"]
+
+
+def test_a_prompt_of_a_schema_that_is_replaced_meanwhile_is_no_use_of_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    schemas = tiny_llm().schemas
+    old, bind = schemas.add(SCHEMA), schemas.library.bind
+
+    def slowly(prompt: str, **how: str) -> tuple[Schema, Bound]:
+        found = bind(prompt, **how)
+        schemas.remove("tour")
+        schemas.add(SCHEMA.replace("very many", "no"))
+        return found
+
+    monkeypatch.setattr(schemas.library, "bind", slowly)
+    assert schemas.bind(BOTH)[0] is old
+    assert schemas.uses(old) == 1 and schemas.uses(schemas["tour"]) == 0
+    assert not any(module.uses for module in schemas.facts("tour", Tenant()))
 
 
 def test_of_two_registrations_of_one_name_at_the_same_moment_one_stays() -> None:
