@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from ..errors import InputError, InvalidPrompt
+from ..errors import InvalidPrompt
 from ..kv.run import Run
 from ..markup.binding import Bound
 from ..markup.library import Library
@@ -84,7 +84,7 @@ class Schemas:
         if eager and self._encoder is not None:
             try:
                 self._encoder(schema)
-            except InputError:  # it cannot be encoded: whoever is told so need not remove it
+            except BaseException:  # it cannot be encoded, or somebody did not wait for that: whoever is told so need not remove it
                 if schema not in here:
                     self.remove(schema.name)
                 raise

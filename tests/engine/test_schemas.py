@@ -1,6 +1,7 @@
 """Schemas through `LLM`: from PML to answers, and what of it is in the cache."""
 
 import random
+import signal
 import threading
 from contextlib import suppress
 from typing import Annotated
@@ -95,6 +96,17 @@ def test_a_schema_that_cannot_be_encoded_at_once_is_not_there() -> None:
     with pytest.raises(PoolTooSmall):
         llm.schemas.add(long, eager=True)
     assert llm.schemas.names() == ["s"], "it was there before"
+
+
+def test_ctrl_c_while_a_schema_is_encoded_at_once_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            llm.schemas.add(SCHEMA, eager=True)
+    assert llm.schemas.names() == []
+    llm.schemas.add(SCHEMA.replace("very many", "no"), eager=True)
+    assert len(llm.generate(Prompt(BOTH), greedy(2))[0].outputs[0].token_ids) == 2
 
 
 def test_a_changed_module_is_encoded_again_and_nothing_else() -> None:
