@@ -131,9 +131,8 @@ class Schemas:
     def uses(self, schema: Schema) -> int:
         return self._uses.get(schema, _Uses()).prompts
 
-    def facts(self, name: str, tenant: Tenant, which: slice = slice(None)) -> list[ModuleFacts]:
+    def facts(self, schema: Schema, tenant: Tenant, which: slice = slice(None)) -> list[ModuleFacts]:
         """In the engine's thread. `which`: of the modules, since there may be very many."""
-        schema = self[name]
         uses = self._uses.get(schema, _Uses()).modules
         return [
             ModuleFacts(

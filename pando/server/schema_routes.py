@@ -13,14 +13,13 @@ from starlette.responses import Response
 from ..engine.engine import Engine
 from ..engine.request import Tenant
 from ..engine.schemas import ModuleFacts, Schemas
-from ..errors import InputError, InvalidPrompt
+from ..errors import InputError
 from ..kv.run import Run
 from ..markup.schema import Schema
 from .bodies import whole_body
 from .exchange import gone, unless_gone
 from .limits import MAX_MODULES, Name, Real
 from .replies import json_response
-from .schemas import UnknownSchema
 from .service import Service
 from .tenants import Tenants
 from .ticket import TimedOut
@@ -86,7 +85,7 @@ class SchemaRoutes:
         if left:
             self.service.schemas.undo(owner, made)
             return gone()
-        return await self._shown(owner, made.name, tenant)
+        return await self._shown(self.service.schemas.whose(owner, made), made, tenant)
 
     async def schemas(self, request: Request) -> Response:
         """The schemas of this client's key, and those that the operator registered for everyone."""
@@ -97,7 +96,8 @@ class SchemaRoutes:
     async def schema(self, request: Request, name: str, cache_salt: Salt = None) -> Response:
         """One schema: its modules, and what of them is cached."""
         self.service.check_ready()
-        return await self._shown(request.state.owner, name, self.tenants.tenant(request.state.owner, cache_salt))
+        found = self.service.schemas.find(request.state.owner, name)
+        return await self._shown(*found, self.tenants.tenant(request.state.owner, cache_salt))
 
     async def delete(self, request: Request, name: str) -> Response:
         """Forgets a schema. Prompts that are being answered finish; what is cached goes when the room is needed."""
@@ -120,17 +120,13 @@ class SchemaRoutes:
                 await asyncio.sleep(PAUSE)
         return True
 
-    async def _shown(self, owner: bytes, name: str, tenant: Tenant) -> Response:
-        schemas, schema = self.service.schemas.find(owner, name)
+    async def _shown(self, schemas: Schemas, schema: Schema, tenant: Tenant) -> Response:
+        """As it was found: meanwhile it may be deleted, and another have its name."""
         modules: list[ModuleView] = []
         listed = min(len(schema.modules), MAX_MODULES)
         for start in range(0, listed, GLANCE):
-            look = partial(schemas.facts, name, tenant, slice(start, min(start + GLANCE, listed)))
-            try:
-                facts = await self.service.ask_engine(lambda _: look())  # noqa: B023  # it is waited for
-            except InvalidPrompt:  # it was deleted in the meantime
-                raise UnknownSchema(name) from None
-            modules += map(_module, facts)
+            look = partial(schemas.facts, schema, tenant, slice(start, min(start + GLANCE, listed)))
+            modules += map(_module, await self.service.ask_engine(lambda _: look()))  # noqa: B023  # it is waited for
         size = self.service.bytes_of
         view: SchemaView = {
             **self._card(schemas, schema),

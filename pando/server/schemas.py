@@ -118,6 +118,10 @@ class Holdings:
                 return schemas, found
         raise UnknownSchema(name)
 
+    def whose(self, owner: bytes, schema: Schema) -> Schemas:
+        """Where a schema is, or was."""
+        return self.common if self.common.library.get(schema.name) is schema else self._of(owner)
+
     def each(self, owner: bytes) -> Iterator[tuple[Schemas, Schema]]:
         for schemas in (self.common, self._of(owner)):
             yield from ((schemas, schema) for schema in schemas.library)

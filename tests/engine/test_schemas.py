@@ -68,13 +68,13 @@ def test_modules_are_encoded_when_they_are_first_asked_for_or_at_once() -> None:
     llm = tiny_llm()
     llm.schemas.add(SCHEMA)
     tenant = Tenant(llm.config.cache_salt.encode())
-    assert {fact.state for fact in llm.schemas.facts("tour", tenant)} == {"not encoded"}
+    assert {fact.state for fact in llm.schemas.facts(llm.schemas["tour"], tenant)} == {"not encoded"}
     llm.generate(Prompt('<prompt schema="tour"><rome/> Hello</prompt>'), greedy(2))
-    states = {fact.path: (fact.state, fact.uses) for fact in llm.schemas.facts("tour", tenant)}
+    states = {fact.path: (fact.state, fact.uses) for fact in llm.schemas.facts(llm.schemas["tour"], tenant)}
     assert states["rome"] == ("cached", 1)
     assert states["paris"] == ("not encoded", 0)
     llm.schemas.add(SCHEMA, eager=True)
-    facts = llm.schemas.facts("tour", tenant)
+    facts = llm.schemas.facts(llm.schemas["tour"], tenant)
     assert {fact.state for fact in facts} == {"cached"}
     rome = next(fact for fact in facts if fact.path == "rome")
     token = llm.engine.pool.nbytes // (llm.engine.pages.count * 4)
@@ -163,7 +163,7 @@ def test_a_prompt_of_a_schema_that_is_replaced_meanwhile_is_no_use_of_the_new_on
     monkeypatch.setattr(schemas.library, "bind", slowly)
     assert schemas.bind(BOTH)[0] is old
     assert schemas.uses(old) == 1 and schemas.uses(schemas["tour"]) == 0
-    assert not any(module.uses for module in schemas.facts("tour", Tenant()))
+    assert not any(module.uses for module in schemas.facts(schemas["tour"], Tenant()))
 
 
 def test_of_two_registrations_of_one_name_at_the_same_moment_one_stays() -> None:

@@ -17,6 +17,7 @@ import pytest
 from pando.engine.engine import Engine
 from pando.engine.schemas import Schemas
 from pando.errors import InvalidOption, MarkupError
+from pando.markup.schema import Schema
 from pando.server import service
 from pando.server.schemas import Holdings, TooManySchemas, read
 from pando.store.speeds import Speeds
@@ -422,6 +423,20 @@ def test_a_schema_in_use_is_deleted_and_its_prompts_finish(server: Live, client:
     with pytest.raises(openai.BadRequestError, match="unknown schema 'tour'"):
         complete(client, BOTH)
     assert post(server, TOUR.replace("very many", "other")).status_code == 200, "the name is free"
+
+
+def test_what_was_registered_is_shown_although_another_has_its_name_by_now(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, register = post(server, TOUR).json()["digest"], server.service.register
+
+    async def slowly(owner: bytes, pml: bytes, repair: float | None) -> Schema:
+        made = await register(owner, pml, repair)
+        server.service.schemas.remove(owner, made.name)
+        await register(owner, pml.replace(b"very many", b"no"), None)
+        return made
+
+    monkeypatch.setattr(server.service, "register", slowly)
+    assert post(server, TOUR).json()["digest"] == digest
+    assert fetch(server, "/v1/schemas/tour", key="one").json()["digest"] != digest
 
 
 # ---- asking
