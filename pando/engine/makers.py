@@ -80,23 +80,28 @@ class Makers:
             row.found = {each.want: len(each.want) for each in row.imports} | again
             self._tell(row, missing)
             row.miss = self._missed(row, missing) or row.miss
-        row.awaits = missing[-1].name if missing else None
+        row.awaits = None
         return self._for_row(row, missing, below, now) if missing else None
 
     def _missed(self, row: Row, missing: Sequence[Want]) -> Miss | None:
         """Of what is missing the first that could have been there: text that is new in a prompt is no miss."""
-        found = ((want, self.miss(row, want)) for want in missing)
-        return next((miss for want, miss in found if miss.reason != "cold" or not want.is_new), None)
+        first = next((want for want in missing if not want.is_new or self._was_evicted(want)), None)
+        return None if first is None else self.miss(row, first)
 
     def _for_row(self, row: Row, missing: Sequence[Want], below: Below | None, now: float) -> list[Row]:
         """Those that wait already, behind others, come forward: what stands between could be waiting for the room that this row holds.
-        Where a tier did not bring a run, nobody waits for it to bring what the run was made behind."""
-        found = []
+        Where a tier did not bring a run, nobody waits for it to bring what the run was made behind. Of a thousand texts, each behind all
+        before it, few are begun at a time: each has a list of what stands before it."""
+        found, read = list[Row](), 0
         for want in missing:
             maker = self._making.get(want.name)
+            if maker is None and read >= MOST_READ:
+                continue
+            row.awaits = want.name
             if maker is None:
                 maker = self.begin(row.tenant, want, row.arrival, None if row.is_shunned else below, now)
                 maker.is_shunned = row.is_shunned
+                read += len(maker.wants)
                 found.append(maker)
                 if maker.ended is not None and row.miss in (None, cold := self.miss(row, want)):
                     row.miss = Miss(maker.ended, cold.token)
@@ -237,7 +242,10 @@ class Makers:
 
     def miss(self, row: Row, lost: Want) -> Miss:
         before = sum(len(want.run) for want in row.wants[: list(row.wants).index(lost)])
-        return Miss("evicted" if any(map(self._tree.was_evicted, lost.keys)) else "cold", before)
+        return Miss("evicted" if self._was_evicted(lost) else "cold", before)
+
+    def _was_evicted(self, want: Want) -> bool:
+        return any(map(self._tree.was_evicted, want.keys))
 
     def begin_missing(self, tenant: Key, asked: Sequence[Want], below: Below | None, now: float) -> list[Row]:
         """Rows for runs that are neither in the tree nor being made, one behind the other. Of some it is asked first what a remote has."""

@@ -151,7 +151,8 @@ def in_place(runs: Sequence[Run]) -> list[Run]:
             for before in found[named:]:
                 context.update(before.digest)
             named, origin = len(found), Origin(tuple(found), run.position)
-            object.__setattr__(origin, "digest", context.digest())  # of a thousand such contexts, each would name all runs before it
+            for name in ("digest", "placed_digest"):  # of a thousand such contexts, each would name all runs before it
+                object.__setattr__(origin, name, context.digest())
             run = Run(run.tokens, run.position, origin)
         found.append(run)
     return found

@@ -260,6 +260,19 @@ def test_of_modules_that_wait_for_one_another_only_the_next_looks_for_what_it_ne
     assert len(looks) <= 41 + 41 * 40 / 2, "each once when it is asked for, and once by each of those behind it"
 
 
+def test_of_many_texts_between_modules_few_are_begun_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is behind all before it, and has a list of them."""
+    asked, right = interleaved(40), answer(tiny_engine(), ask("x", interleaved(40)))
+    monkeypatch.setattr(makers, "MOST_READ", 100)
+    engine, listed, found = tiny_engine(), list[int](), list[int]()
+    engine.add(ask("x", asked))
+    while engine.has_work:
+        found += [event.token for event in engine.step()]
+        listed.append(sum(len(maker.wants) for maker in engine.scheduler.makers))
+    assert found == right
+    assert max(listed) < 100 + len(asked), "of some 3,000 in all"
+
+
 def test_several_answers_share_what_stands_before_them(engine: Engine) -> None:
     request = Request("n", words(9, 6), greedy(4, n=3), runs=[OPENING, module(2, 21, 10)])
     found = tokens_of(run(engine, [request]))

@@ -100,10 +100,12 @@ def test_words_between_thousands_of_modules_name_what_stands_before_them_in_a_mo
     start = time.thread_time()
     found = in_place(some)
     names = [run.origin.digest for run in found if run.origin is not None]
+    placed = [run.origin.placed_digest for run in found if run.origin is not None]
     assert time.thread_time() - start < 2
     assert len(names) == len(set(names[1::2])) * 2 == len(some)
-    for run in found[:20]:
+    for run, name in zip(found[:20], placed, strict=False):
         assert run.origin is not None and run.origin.digest == context_digest(run.origin.context)
+        assert name == context_digest(in_place(run.origin.context))
 
 
 def test_the_keys_of_a_run_are_computed_once_for_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
