@@ -10,6 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..kv.run import Run, alike
+from .layout import MAX_CONTEXTS
 from .outline import Item, Module, Param, Union, Words
 from .pml import Element, Place, clipped, parse
 from .prompt import Begins, Ends, Import, New, Reading, Step, prompt_schema
@@ -243,13 +244,18 @@ def _bound(schema: Schema, placed: Sequence[_Placed], imported: tuple[str, ...],
         )
     groups: list[list[_Placed]] = []
     exact = _exact([one.run for one in placed])
-    for one in placed:
+    known = max((place for place, one in enumerate(placed) if one.run.origin is not None), default=0)
+    seen = known if exact else 0  # what was encoded behind texts of the schema had them one by one
+    for place, one in enumerate(placed):
         last = groups[-1][-1] if one.run.origin is None and groups else None
-        if last is not None and last.run.origin is None and last.run.end == one.run.position and not (exact and one.own and last.own):
-            groups[-1].append(one)  # what was encoded behind texts of the schema had them one by one
+        apart = place < seen and one.own and last is not None and last.own
+        if last is not None and last.run.origin is None and last.run.end == one.run.position and not apart:
+            groups[-1].append(one)
         else:
             groups.append([one])
     found = [group[0] if len(group) == 1 else _joined(group) for group in groups]
+    if sum(place for place, one in enumerate(found) if one.run.origin is None) > MAX_CONTEXTS:
+        raise at.wrong(f"the new texts of this prompt see more than {MAX_CONTEXTS:,} other texts in total; join some of them")
     return Bound(tuple([one.run for one in found]), tuple([one.name for one in found]), imported, exact, roles)
 
 
@@ -260,13 +266,14 @@ def _joined(group: Sequence[_Placed]) -> _Placed:
 
 def _exact(runs: Sequence[Run]) -> bool:
     """Each run was encoded where it stands, behind exactly what stands before it."""
-    end, before = 0, tuple[Run, ...]()
+    end, before = 0, list[Run]()
     for run in runs:
         if run.position != end:
             return False
         if run.origin is not None:
-            if run.origin.first != run.position or not alike(run.origin.context, before):
+            if run.origin.first != run.position or not alike(run.origin.context, tuple(before)):
                 return False
-            before = run.origin.context  # the next has these very runs in its own
-        end, before = run.end, (*before, run)
+            before = [*run.origin.context]  # the next has these very runs in its own
+        end = run.end
+        before.append(run)
     return True

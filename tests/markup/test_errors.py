@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pando.errors import MarkupError
-from pando.markup import layout, reader
+from pando.markup import binding, layout, reader
 from pando.markup.binding import bind
 from pando.markup.library import Library
 from pando.markup.pml import Limits
@@ -214,6 +214,16 @@ def test_contexts_without_end_are_refused(monkeypatch):
     many = "".join(f"<module name='m{i}'>x</module>" for i in range(100))
     assert schema(inside(many))
     assert 'see more than 1,000 other texts in total; use encode="opening"' in refused(inside(many, ' encode="causal"')).message
+
+
+def test_new_texts_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr(binding, "MAX_CONTEXTS", 1000)
+    many = "".join(f"<module name='m{i}'>x</module>" for i in range(100))
+    known, imported = schema(inside(many)), [f"<m{i}/>" for i in range(100)]
+    assert prompt(known, "".join(imported) + "y")
+    assert "see more than 1,000 other texts in total; join some of them" in refused_prompt("y".join(imported), known).message
+    many = many.replace(">x", " cache='false'>x")
+    assert len(prompt(schema(inside("Go." + many)), "".join(imported)).runs) == 2, "they are one"
 
 
 def test_too_many_scaffolds_are_refused():
