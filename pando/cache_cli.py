@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from pathlib import Path
 
 from .config import UNITS, EngineConfig
 from .errors import InvalidOption, counted
@@ -50,14 +52,27 @@ def cache(arguments: argparse.Namespace, config: EngineConfig, out: Out = print,
         if shared is None:
             return _on_server(arguments, config, out)
         directory = shared
-    if not (directory / f"v{VERSION}").is_dir():
-        raise InvalidOption(f"nothing is kept in {directory}; name a server's directory with --disk-dir, or a shared one with --remote")
+    _check_readable(directory)
     with closing(Folder(directory, shared=arguments.remote is not None)) as folder:
         commands = {"ls": _ls, "stat": _stat, "verify": _verify, "purge": _purge, "pin": _pin, "unpin": _pin}
         code, told, lines = commands[arguments.action](folder, arguments, config, time.time() if now is None else now)
     for line in [json.dumps({"directory": str(directory), **told})] if arguments.json else lines:
         out(line)
     return code
+
+
+def _check_readable(directory: Path) -> None:
+    """What may not be looked into is not empty."""
+    try:
+        os.scandir(directory / f"v{VERSION}").close()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InvalidOption(
+            f"nothing is kept in {directory}; name a server's directory with --disk-dir, or a shared one with --remote"
+        ) from error
+    except OSError as error:
+        raise InvalidOption(
+            f"{directory} cannot be read ({error.strerror or error}); run the command as whoever runs the server, or name another directory"
+        ) from error
 
 
 Told = tuple[int, dict[str, object], Sequence[str]]  # the exit code, the facts, and how they are shown

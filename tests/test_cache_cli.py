@@ -1,5 +1,6 @@
 """`pando cache`, on a directory as servers leave it."""
 
+import errno
 import hashlib
 import json
 import os
@@ -294,6 +295,18 @@ def test_a_directory_in_which_nothing_is_kept_stays_as_it_is(pando, tmp_path):
     assert code == 2 and "nothing is kept in" in err and not list(tmp_path.glob("v*"))
 
 
+def test_a_directory_that_may_not_be_looked_into_is_not_said_to_be_empty(disk, pando, monkeypatch):
+    save(disk, *chain(2))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pando.cache_cli.os.scandir", refuse)
+        code, out, err = pando("ls")
+    assert (code, out) == (2, "") and "cannot be read (Permission denied)" in err and len(err.splitlines()) == 1
+
+
 # --- pin ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +367,7 @@ def test_an_index_that_goes_in_a_circle_is_no_endless_list(disk, pando):
         (["pin"], "required: KEY"),
         (["ls", "extra"], "unknown argument"),
         (["dance"], "invalid choice"),
+        (["ls", "--disk-dir", "/" + 300 * "x"], "cannot be read (File name too long)"),
         (["ls", "--disk-dir", "/nowhere/at/all"], "nothing is kept in /nowhere/at/all"),
         (["ls", "--disk-dir", "~nobody-at-all/store"], "~nobody-at-all/store begins with a home folder that there is not"),
         (["ls", "--remote", "~nobody-at-all/store"], "~nobody-at-all/store begins with a home folder that there is not"),

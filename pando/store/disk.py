@@ -185,7 +185,7 @@ class DiskTier:
             if not removed and changes == before:
                 return []
             there = self._folder.index.keys(self._tag)
-            gone = [key for key in held if key not in there and not self._folder.path((self._tag, key)).exists()]
+            gone = [key for key in held if key not in there and not self._folder.size((self._tag, key))]
             self._forget(gone)
             return gone
         return []

@@ -14,7 +14,7 @@ from ..errors import InvalidOption
 from ..kv.segment import Key
 from .disk import DiskTier
 from .fileformat import VERSION, Header, expect, header_for, pack, tag
-from .folder import directory_at
+from .folder import directory_at, try_directory
 from .redis_server import RedisServer
 from .tier import ENDS, Card, Lost, Shape
 
@@ -44,14 +44,16 @@ class SharedTier(DiskTier):
 
     def __init__(self, directory: Path, shape: Shape, ttl: int | None = None, clock: Callable[[], float] = time.time) -> None:
         super().__init__(directory, shape, clock, shared=True, name="remote")
-        self.place = str(directory)
+        self._directory, self.place = directory, str(directory)
         self._ttl, self._saved = ttl, 0
         self.expire()
 
     def reach(self) -> None:
         """Raises Lost where nothing can be kept in it."""
-        if not self._folder.root.is_dir():
-            raise Lost("unreadable", f"{self.place} is no directory that can be written to")
+        try:
+            try_directory(self._directory)
+        except OSError as error:
+            raise Lost("unreadable", f"{self.place} is no directory that can be written to ({error.strerror or error})") from error
 
     def save(self, card: Card, layers: Sequence[memoryview]) -> None:
         super().save(card, layers)

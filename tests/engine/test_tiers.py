@@ -267,6 +267,10 @@ def test_the_remote_is_named_at_the_start_and_whether_it_answers(
     engine = tiny_engine(tiny_model(), remote="~/shared")
     assert (tmp_path / "shared" / "v1").is_dir() and f"{tmp_path}/shared" in caplog.text and "cannot be reached" not in caplog.text
     engine.close()
+    for refuses in ("/dev/null/shared", "/" + 300 * "x"):
+        caplog.clear()
+        tiny_engine(tiny_model(), remote=refuses).close()
+        assert "the remote cannot be reached now" in caplog.text and "Traceback" not in caplog.text
     pytest.importorskip("redis")
     engine = tiny_engine(tiny_model(), remote=f"unix://{tmp_path}/nobody")
     assert f"{tmp_path}/nobody" in caplog.text and "the remote cannot be reached now" in caplog.text
