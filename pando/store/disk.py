@@ -153,8 +153,7 @@ class DiskTier:
 
     def make_way(self, size: int, keep: Container[Key]) -> list[Key]:
         """The same, until the file system has room for so many bytes; which pages of this shape went."""
-        lacking = size + SPARE - self._folder.free
-        found = self._surplus(self.size - lacking, keep) if lacking > 0 else []
+        found = self._surplus(self.size + self._folder.free - size - SPARE, keep)
         self._remove(found)
         return [entry.key for entry in found if entry.shape == self._tag]
 

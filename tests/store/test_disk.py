@@ -18,6 +18,7 @@ from pando.store import folder
 from pando.store.disk import DiskTier
 from pando.store.fileformat import PROBE, read_header, tag
 from pando.store.tier import Lost
+from pando.store.touches import every
 
 from .pages import ROOT, SHAPE, TENANT, Clock, card, chain, data, keys, layers, pin, purge, read
 
@@ -266,6 +267,20 @@ def test_what_others_left_and_nobody_used_goes_when_the_bound_is_looked_at(make,
     assert not path_of(tmp_path / "kv", cards[4].key).exists()
 
 
+def test_what_is_told_late_of_ones_own_use_is_not_taken_for_the_use_of_another(make, clock):
+    disk, cards, ttl = make(), chain(4), 1600.0
+    mine, late, others, future = keys(cards)
+    save(disk, *cards)
+    used = clock.now
+    clock.now = used + every(ttl) - 1
+    disk.touch([late])
+    clock.now = used + ttl
+    disk.touch([others])
+    clock.now = used + 10 * ttl  # and then it is set back
+    disk.touch([future])
+    assert disk.unused(keys(cards), ttl, used + ttl) == [mine, late, future]
+
+
 def test_an_index_that_somebody_removed_is_made_anew_for_all(tmp_path, make):
     mine, cards = make(), chain(6)
     save(mine, *cards[:3])
@@ -279,6 +294,57 @@ def test_an_index_that_somebody_removed_is_made_anew_for_all(tmp_path, make):
     assert other.look(keys(cards)) == 6 and mine.size == other.size
     page = other.size // 6
     assert len(mine.share(2 * page, (), keys(cards))) == 4 and other.size == 2 * page
+
+
+def test_who_shares_a_directory_with_nobody_does_not_read_all_of_the_index_to_learn_what_others_removed(make, monkeypatch):
+    mine, cards, read = make(), chain(4), []
+    save(mine, *cards)
+    assert mine.share(2**40, (), keys(cards)) == []
+    plain = mine._folder.index.keys
+    monkeypatch.setattr(mine._folder.index, "keys", lambda shape: read.append(shape) or plain(shape))
+    assert mine.share(2**40, (), keys(cards)) == [] and not read
+    make().drop([cards[3].key])
+    assert mine.share(2**40, (), keys(cards)) == [cards[3].key] and read
+    assert mine.look([cards[3].key]) == 0 and mine.used == mine.size
+
+
+def test_a_page_whose_row_is_missing_is_not_taken_for_removed(make):
+    mine, cards = make(), chain(3)
+    save(mine, *cards)
+    make()._folder.index.remove([(tag(SHAPE), cards[1].key)])
+    assert mine.share(2**40, (), keys(cards)) == []
+
+
+def test_what_pages_take_is_counted_once_each(make):
+    mine, cards = make(), chain(3)
+    save(mine, *cards)
+    page = mine.used // 3
+    mine.drop(keys(cards[2:]))
+    assert mine.used == 2 * page
+    path = mine._folder.path((tag(SHAPE), cards[0].key))
+    path.unlink()  # and it is written again, before anybody has missed it
+    save(mine, cards[0])
+    assert mine.used == mine.size == 2 * page
+
+
+def test_a_short_end_that_another_process_wrote_behind_a_known_page_is_found(make):
+    mine, other, first = make(), make(), card()
+    save(mine, first)
+    save(other, end := card(100, 5, first.key))
+    assert mine.look([first.key]) == 1 and mine.ends(first.key) == [end]
+
+
+def test_what_others_add_to_an_index_that_was_made_anew_is_found(tmp_path, make):
+    mine, other, cards = make(), make(), chain(10)
+    save(other, *cards[:8])
+    assert mine.look(keys(cards)) == 8
+    mine.drop(keys(cards[2:8]))
+    for file in (tmp_path / "kv/v1").glob("index.sqlite*"):
+        file.unlink()
+    another = make()
+    mine.share(2**40, (), keys(cards[:2]))
+    save(another, *cards[2:5])
+    assert mine.look(keys(cards)) == 5
 
 
 @pytest.mark.parametrize("gone", ["", "v1", "v1/making"])
