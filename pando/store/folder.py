@@ -99,7 +99,7 @@ class Folder:
             self._write(header, layers)
         except OSError as error:
             why, full = f"{self.root} takes no pages ({error.strerror or error})", error.errno in _NO_ROOM
-            lost = NoRoom(why) if full else Lost("full" if error.errno == errno.EFBIG else "unreadable", why)
+            lost = NoRoom(why) if full else Lost("unreadable", why)
             said = "pages that are worth less go for new ones, and where none may, those are not kept" if full and gives_way else ""
             self._tell(f"save {lost.reason}", f"{said or 'a page could not be kept'}: {why}")
             raise lost from error

@@ -88,8 +88,11 @@ def evict(engine: Engine) -> None:
 
 
 def whole(engine: Engine) -> None:
-    """Nothing of the pool is lost, and nothing pinned, when nobody asks for anything; and nobody is told of anything."""
+    """Nothing of the pool or of host memory is lost, and nothing pinned, when nobody asks for anything; and nobody is told of anything."""
     settled(engine)
+    assert engine.store is not None
+    host = engine.store.host
+    assert all(engine.store.ledger.has(key, "host") for key in host._kept) and len(host) + host.free == host.pages
     assert not engine.scheduler.makers._lacking
     engine.clear_cache()
     assert engine.pages.free == engine.pages.count
@@ -829,6 +832,7 @@ def test_states_that_are_no_numbers_are_not_found_while_they_are_removed(tmp_pat
     model.decoder.head = lambda x: good(x) * float("nan")
     assert ask(engine, prompt)[-1].finish_reason == "error"
     model.decoder.head = good
+    assert all(map(engine.store.ledger.has, engine.store.host._kept)), "what is not found any more takes no room in host memory"
     events = ask(engine, prompt)
     removing.set()
     assert (events[0].num_cached_tokens, [event.token for event in events]) == (0, cold(model, prompt))

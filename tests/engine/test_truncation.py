@@ -870,6 +870,13 @@ def test_what_stands_behind_a_public_part_that_was_dropped_stays_each_tenants_ow
     assert other is not None and other.moved == max(0, 20 - span[1]), "what is public, and no more"
 
 
+def test_what_stands_in_the_place_of_a_public_part_that_was_dropped_is_not_public() -> None:
+    engine, history = small(tiny_model(positions="learned")), words(1, 100)
+    for who, cached in ((b"a", 0), (b"b", 8)):
+        event = events(engine, ask("cut", history, 1, None, drop=[(8, 16)], tenant=Tenant(who, who), public=20))[-1]
+        assert event.num_cached_tokens == cached
+
+
 def test_little_is_remembered_of_what_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pando.engine.truncation.REMEMBERED", 4)
     engine = small()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pando.store import folder
-from pando.store.disk import DiskTier
+from pando.store.disk import SPARE, DiskTier
 from pando.store.fileformat import PROBE, read_header, tag
 from pando.store.tier import Lost
 from pando.store.touches import every
@@ -315,6 +315,18 @@ def test_a_page_whose_row_is_missing_is_not_taken_for_removed(make):
     assert mine.share(2**40, (), keys(cards)) == []
 
 
+def test_room_is_made_for_a_page_and_what_it_takes_beside_its_file_and_nobody_is_told_of_another_codecs_page(make, clock, monkeypatch):
+    mine, other, cards = make(), make(shape=replace(SHAPE, codec="int8")), chain(2)
+    save(other, cards[0])  # under the same key
+    clock.now += 1
+    save(mine, *cards)
+    monkeypatch.setattr(folder.Folder, "free", 10**6)
+    assert mine.make_way(10**6 - SPARE, ()) == []
+    assert mine.make_way(10**6 - SPARE + 1, ()) == [] and other.look([cards[0].key]) == 1 and mine.look(keys(cards)) == 2
+    assert make(shape=replace(SHAPE, codec="int8")).look([cards[0].key]) == 0
+    assert mine.make_way(10**6 - SPARE + 1, ()) == [cards[1].key]
+
+
 def test_what_pages_take_is_counted_once_each(make):
     mine, cards = make(), chain(3)
     save(mine, *cards)
@@ -325,6 +337,14 @@ def test_what_pages_take_is_counted_once_each(make):
     path.unlink()  # and it is written again, before anybody has missed it
     save(mine, cards[0])
     assert mine.used == mine.size == 2 * page
+
+
+def test_a_short_end_is_found_by_who_wrote_it_as_long_as_it_is_there(make):
+    mine, first = make(), card()
+    save(mine, first, end := card(100, 5, first.key))
+    assert mine.ends(first.key) == [end]
+    mine.drop([end.key])
+    assert mine.ends(first.key) == []
 
 
 def test_a_short_end_that_another_process_wrote_behind_a_known_page_is_found(make):
@@ -388,7 +408,7 @@ def test_processes_and_threads_write_at_once(tmp_path, make):
 import threading
 from pathlib import Path
 from pando.store import index
-from pando.store.disk import DiskTier
+from pando.store.disk import SPARE, DiskTier
 from tests.store.pages import *
 index.WAIT_S = 60  # seconds: whoever writes may be held up for longer than a server would wait
 disk = DiskTier(Path({str(tmp_path / "kv")!r}), SHAPE)
