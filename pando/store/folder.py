@@ -203,7 +203,7 @@ class Folder:
 
     def files(self) -> Iterator[Name]:
         for shape in _folders(self.root):
-            for part in _folders(shape) if shape != self._making else ():
+            for part in _folders(shape):
                 for file in _listed(part):
                     with suppress(ValueError):  # not the name of a page
                         yield shape.name, bytes.fromhex(file.name)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -612,6 +613,31 @@ def test_a_directory_that_cannot_be_made_is_an_empty_tier(make, tmp_path, caplog
     assert disk._folder.purge([], "tenant = ?", [TENANT]) == 0
     assert len(caplog.records) == 3  # no index, no page, nothing to remove: each once
     assert "choose another directory" in caplog.text
+
+
+def test_what_is_no_page_is_left_alone_wherever_it_lies(make, tmp_path):
+    disk, cards = make(), chain(2)
+    save(disk, *cards)
+    path = path_of(tmp_path / "kv", cards[0].key)
+    strays = [folder / ".DS_Store" for folder in (path.parent, path.parent.parent, path.parents[2], disk._folder._making.parent)]
+    for stray in strays:
+        stray.write_bytes(b"no page")
+    other = make()
+    assert other.look(keys(cards)) == 2 and len(list(other.verify())) == 2 and all(stray.exists() for stray in strays)
+
+
+def test_an_index_that_others_hold_is_not_taken_for_damaged(make, tmp_path, monkeypatch, caplog):
+    save(disk := make(), *(cards := chain(2)))
+    disk.close()
+    path = tmp_path / "kv/v1/index.sqlite"
+    inode = path.stat().st_ino
+    monkeypatch.setattr("pando.store.index.WAIT_S", 0.01)
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+        holder.execute("BEGIN EXCLUSIVE")
+        holder.execute("UPDATE pages SET used = used")
+        assert make().look(keys(cards)) == 2
+    assert path.stat().st_ino == inode and "is made again" not in caplog.text
 
 
 def test_where_no_index_can_be_written_pages_are_listed_in_memory(make, tmp_path, monkeypatch, caplog):
