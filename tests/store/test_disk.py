@@ -626,6 +626,23 @@ def test_what_is_no_page_is_left_alone_wherever_it_lies(make, tmp_path):
     assert other.look(keys(cards)) == 2 and len(list(other.verify())) == 2 and all(stray.exists() for stray in strays)
 
 
+def test_an_index_that_is_made_again_knows_how_old_pages_are(make, tmp_path):
+    disk, cards = make(), chain(2)
+    save(disk, *cards)
+    os.utime(path_of(tmp_path / "kv", cards[0].key), (500, 500))
+    for file in (tmp_path / "kv/v1").glob("index.sqlite*"):
+        file.unlink()
+    assert [(entry.born, entry.used) for entry in make().entries() if entry.key == cards[0].key] == [(500, 500)]
+
+
+def test_an_index_of_another_version_is_made_again(make, tmp_path, caplog):
+    save(disk := make(), *(cards := chain(2)))
+    disk.close()
+    with closing(sqlite3.connect(tmp_path / "kv/v1/index.sqlite")) as index:
+        index.execute("PRAGMA user_version = 9")
+    assert make().look(keys(cards)) == 2 and "is made again from the files (the index has version 9" in caplog.text
+
+
 def test_an_index_that_others_hold_is_not_taken_for_damaged(make, tmp_path, monkeypatch, caplog):
     save(disk := make(), *(cards := chain(2)))
     disk.close()
