@@ -32,19 +32,20 @@ class PagePool:
         shape = (layers, self.slots, kv_heads, head_dim)
         self.k = _zeros(shape, dtype, device)  # [L, S, K, D]
         self.v = _zeros(shape, dtype, device)
+        self._layers = tuple(zip(self.k, self.v, strict=True))  # looked up in every layer of every step
         self.arrivals: Sequence[Arrival] = ()  # what the step that runs reads, and is still on its way
         self.departure: Departure | None = None  # what it fills, and is on its way out
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """To be asked for when those before it are computed."""
         self.reach(index)
-        return self.k[index], self.v[index]
+        return self._layers[index]
 
     def reach(self, layer: int) -> None:
         """Those before it are computed, and it is there for whatever is asked of the device from now on."""
         if self.departure is not None:
             self.departure.computed(layer)
-        for event in {arrival.wait(layer) for arrival in self.arrivals}:  # what comes together has one event
+        for event in {arrival.wait(layer) for arrival in self.arrivals} if self.arrivals else ():  # what comes together has one event
             if event is not None:
                 event.wait()
 

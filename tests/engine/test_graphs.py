@@ -67,6 +67,7 @@ def captured(engine: Engine, launches: Callable[[Reads], Hashable] = lambda read
     pool, decoder = engine.pool, engine.model.decoder
     page = torch.full((pool.k.shape[0], pool.page_size, *pool.k.shape[2:]), float("nan"))  # whoever reads what pads a step will know
     pool.k, pool.v = torch.cat((pool.k, page), dim=1), torch.cat((pool.v, page), dim=1)
+    pool._layers = tuple(zip(pool.k, pool.v, strict=True))
     if engine.store is not None:
         moved = engine.store.transfer
         moved.mover.__init__(pool, moved.shape, moved.codec)  # type: ignore[misc]
