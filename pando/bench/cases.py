@@ -43,7 +43,7 @@ class Size:
     own: int  # tokens of each of these where nothing is shared
     question: int
     new: int  # tokens after the cached prefix, where the time to the first token is measured
-    scored_tokens: int
+    scored_tokens: int | None  # None: the whole text
     window: int
     modules: Sizes
 
@@ -248,7 +248,9 @@ def first_token(setting: Setting) -> list[Result]:
 
 def perplexity(setting: Setting) -> list[Result]:
     size, text = setting.size, setting.texts.scored
-    parts = windows(setting.encode(text[: 16 * size.scored_tokens]), size.window, size.scored_tokens)
+    wanted = size.scored_tokens
+    tokens = setting.encode(text if wanted is None else text[: 16 * wanted])
+    parts = windows(tokens, size.window, len(tokens) if wanted is None else wanted)
     count = sum(len(part) - 1 for part in parts)
     theirs = math.exp(-sum(setting.baselines[0].score(part) for part in parts) / count)
     results = []

@@ -38,12 +38,10 @@ def main(argv: Sequence[str]) -> int:
     names = [name for name in arguments.only or CASES if not (arguments.random_weights and name in NEEDS_REAL_WEIGHTS)]
     if not names:
         raise InvalidOption(f"with --random-weights nothing of {', '.join(arguments.only)} can be measured; leave one of the two out")
-    size = cases.QUICK if arguments.quick else cases.FULL
-    size = replace(size, repeats=arguments.repeats or size.repeats)
     quiet()
     with ExitStack() as stack:
         model, _ = stack.enter_context(chosen(arguments.model, arguments.random_weights))
-        setting = cases.prepare(model, gather(arguments.text, arguments.data, os.environ), size, arguments.threads)
+        setting = cases.prepare(model, gather(arguments.text, arguments.data, os.environ), _size(arguments), arguments.threads)
         facts = machine(" ".join(["pando bench", *argv]))
         facts |= {"model": "random weights" if arguments.random_weights else model} | setting.facts()
         show(facts)
@@ -53,6 +51,18 @@ def main(argv: Sequence[str]) -> int:
             results += told(CASES[name](setting), judged=not arguments.quick or name in AT_ANY_SIZE)
     finish(facts, results, arguments.json)
     return 0
+
+
+def _size(arguments: argparse.Namespace) -> cases.Size:
+    size = cases.QUICK if arguments.quick else cases.FULL
+    tokens = None if arguments.full else arguments.ppl_tokens or size.scored_tokens
+    return replace(
+        size,
+        scored_tokens=tokens,
+        repeats=arguments.repeats or size.repeats,
+        chats=arguments.chats or size.chats,
+        system_tokens=arguments.system_tokens or size.system_tokens,
+    )
 
 
 def _parser() -> Parser:
@@ -68,6 +78,11 @@ def _parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat: to see that it runs; the numbers mean little")
     parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"runs of each measurement; the median counts ({cases.FULL.repeats})")
     parser.add_argument("--threads", type=whole(1), default=cores(), metavar="N", help="CPU threads for both sides (the cores at hand)")
+    parser.add_argument("--chats", type=whole(1), metavar="N", help=f"chat prompts whose greedy text is compared ({cases.FULL.chats})")
+    parser.add_argument("--system-tokens", type=whole(1), metavar="N", help=f"tokens of text those share ({cases.FULL.system_tokens})")
+    scored = parser.add_mutually_exclusive_group()
+    scored.add_argument("--ppl-tokens", type=whole(1), metavar="N", help=f"tokens scored for perplexity ({cases.FULL.scored_tokens})")
+    scored.add_argument("--full", action="store_true", help="score the whole text for perplexity")
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text that the shared prefix is cut from")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"a folder of texts and dialogues; also {DATA_VARIABLE}")
     parser.add_argument("--json", type=written_file, metavar="FILE", help="write every sample, too")

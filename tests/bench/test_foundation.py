@@ -33,7 +33,7 @@ def test_small_sizes_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.6x" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--repeats", "--threads"])
+@pytest.mark.parametrize("option", ["--repeats", "--threads", "--chats", "--system-tokens", "--ppl-tokens"])
 @pytest.mark.parametrize("value", ["0", "-1"])
 @pytest.mark.usefixtures("quick_cases")
 def test_sizes_of_nothing_are_refused_and_do_not_stand_for_the_usual_ones(option: str, value: str) -> None:
@@ -45,3 +45,9 @@ def test_sizes_of_nothing_are_refused_and_do_not_stand_for_the_usual_ones(option
 def test_more_threads_than_an_engine_takes_are_refused() -> None:
     with pytest.raises(InvalidOption, match="threads is 99999; it must be a whole number from 1 to 4096"):
         foundation.main(["--threads", "99999"])
+
+
+@pytest.mark.usefixtures("quick_cases")
+def test_the_whole_text_and_a_part_of_it_are_not_scored_both() -> None:
+    with pytest.raises(InvalidOption, match="not allowed with"):
+        foundation.main(["--full", "--ppl-tokens", "5"])
