@@ -109,18 +109,19 @@ def tiny_model(
     return Model(config, decoder, tiny_tokenizer(), b"tiny" + bytes([seed]), dtype, CPU, library)
 
 
-def write_checkpoint(folder: Path, size: int = 8, positions: int = 128) -> None:
-    """A model of one layer as Hugging Face has them."""
+def write_checkpoint(folder: Path, size: int = 8, positions: int = 128, layers: int = 1) -> None:
+    """A model as Hugging Face has them."""
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size, "intermediate_size": 48, "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4, "tie_word_embeddings": True,
     }  # fmt: skip
-    make, at = torch.Generator().manual_seed(1), "layers.0."
-    shapes = {"embed_tokens": (VOCAB, 32), "norm": (32,), at + "input_layernorm": (32,), at + "post_attention_layernorm": (32,)}
-    shapes |= {f"{at}self_attn.{name}_proj": (heads * size, 32) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
-    shapes |= {at + "self_attn.o_proj": (32, 4 * size), at + "mlp.gate_proj": (48, 32), at + "mlp.up_proj": (48, 32)}
-    shapes |= {at + "mlp.down_proj": (32, 48)}
+    make, shapes = torch.Generator().manual_seed(1), {"embed_tokens": (VOCAB, 32), "norm": (32,)}
+    for at in (f"layers.{index}." for index in range(layers)):
+        shapes |= {at + "input_layernorm": (32,), at + "post_attention_layernorm": (32,)}
+        shapes |= {f"{at}self_attn.{name}_proj": (heads * size, 32) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+        shapes |= {at + "self_attn.o_proj": (32, 4 * size), at + "mlp.gate_proj": (48, 32), at + "mlp.up_proj": (48, 32)}
+        shapes |= {at + "mlp.down_proj": (32, 48)}
     weights = {f"model.{name}.weight": torch.randn(shape, generator=make) * 0.5 for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -102,12 +102,11 @@ def test_paragraphs_are_read_from_squads_form(tmp_path: Path) -> None:
 
 
 def test_the_command_runs_without_a_file_and_writes_its_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Small sizes may be repeated as often as one likes."""
-    assert modules.main([*TINY, "--repeats", "3", "--json", str(tmp_path / "m.json")]) == 0
+    assert modules.main([*TINY, "--json", str(tmp_path / "m.json")]) == 0
     assert "first token" in capsys.readouterr().out
     found = json.loads((tmp_path / "m.json").read_text())
-    assert {len(result["samples"][COLD]) for result in found["results"] if result["samples"]} == {3}
-    assert not any(result["target"] for result in found["results"]), "they are not judged"
+    assert {len(result["samples"].get(COLD, [])) for result in found["results"]} <= {0, 2}
+    assert not any(result["target"] for result in found["results"]), "small sizes are not judged"
 
 
 def test_every_way_has_run_before_it_is_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +119,12 @@ def test_every_way_has_run_before_it_is_timed(bench: Bench, monkeypatch: pytest.
     monkeypatch.setattr(modules, "interleave", turns)
     bench._timed(1)
     assert [repeats for repeats in ran if repeats] == [1, QUICK.repeats], "a warm-up of ours alone is no comparison"
+
+
+def test_small_sizes_may_be_repeated_as_often_as_one_likes(tmp_path: Path) -> None:
+    assert modules.main([*TINY, "--repeats", "3", "--json", str(tmp_path / "m.json")]) == 0
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert {len(result["samples"][COLD]) for result in found["results"] if result["samples"]} == {3}
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

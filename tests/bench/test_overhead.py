@@ -97,7 +97,7 @@ def test_a_stream_that_is_not_what_was_asked_for_is_no_measurement(stream, told)
 
 
 def test_the_command_measures_a_server_in_another_process(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(host, "write_random_model", partial(write_checkpoint, positions=512))
+    monkeypatch.setattr(host, "write_random_model", partial(write_checkpoint, positions=512, layers=2))
     monkeypatch.setenv("PANDO_NATIVE", "0")
     file = tmp_path / "overhead.json"
     words = ["--clients", "3", "--tokens", "4", "--prefix-tokens", "20", "--repeats", "1", "--firsts", "2"]

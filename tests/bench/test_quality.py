@@ -181,7 +181,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(tmp_path, positions=512)
+    write_checkpoint(tmp_path, positions=512, layers=2)
     (tmp_path / "s.pml").write_text(SCHEMA)
     (tmp_path / "p.pml").write_text(PROMPTS)
     wanted = ["--model", str(tmp_path), "--device", "cpu", "--repair", "0,1", "--tokens", "4", "--json", str(tmp_path / "out.json")]
@@ -189,7 +189,8 @@ def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path: Path, capsy
     assert "2 prompts of" in capsys.readouterr().out
     found = json.loads((tmp_path / "out.json").read_text())
     assert [line["way"]["repair"] for line in found["lines"]] == [0.0, 1.0]
-    assert found["lines"][1]["distance"]["divergence"] == pytest.approx(0, abs=1e-4)
+    as_it_is, repaired = (line["distance"]["divergence"] for line in found["lines"])
+    assert as_it_is > 1e-3 and repaired == pytest.approx(0, abs=1e-4)
 
 
 def test_states_elsewhere_are_blamed_at_their_own_place(judge: Judge) -> None:

@@ -243,7 +243,7 @@ def test_a_stream_and_a_whole_answer_are_read_alike():
 
 
 def test_the_command_starts_a_server_of_its_own_judges_it_and_stops_it(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(host, "write_random_model", partial(write_checkpoint, positions=512))
+    monkeypatch.setattr(host, "write_random_model", partial(write_checkpoint, positions=512, layers=2))
     monkeypatch.setattr(soak, "Sizes", lambda: SMALL)
     file, sites = tmp_path / "soak.json", []
     true = soak.Soak

@@ -107,15 +107,15 @@ def test_only_a_patient_engine_waits_for_all_of_its_context(model: Model, tmp_pa
     engine.close()
 
 
-@pytest.mark.parametrize(("bandwidth", "repeats"), [(10.0, 1), (None, 2)])
+@pytest.mark.parametrize("bandwidth", [10.0, None])
 def test_every_load_is_measured_in_every_way(
-    model: Model, tmp_path: Path, bandwidth: float | None, repeats: int, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preload, "FIGURE", 128)
-    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=repeats, buffers=(1, 99)), tmp_path)  # it has fewer layers
+    bench = Preload(model, replace(preload.QUICK, bandwidth=bandwidth, repeats=2, buffers=(1, 99)), tmp_path)  # it has fewer layers
     results = bench.results()
     assert {history: {way: len(each) for way, each in found.items()} for history, found in bench.samples.items()} == {
-        history: dict.fromkeys((WAITING, LAYERED, AHEAD, POOL, BESIDE_WAITING, BESIDE, "1 layers ahead", FORMULA), repeats)
+        history: dict.fromkeys((WAITING, LAYERED, AHEAD, POOL, BESIDE_WAITING, BESIDE, "1 layers ahead", FORMULA), 2)
         for history in (64, 128)
     }
     assert [result.target for result in results].count(">= 35 %") == 1 and len(results) == 10
@@ -125,15 +125,12 @@ def test_every_load_is_measured_in_every_way(
 
 def test_layers_that_were_there_before_are_not_on_the_clock(model: Model, tmp_path: Path) -> None:
     layers = model.config.layers
-    sweep = preload.Sweep(histories=(128,), new=8, rows=2, repeats=1, bandwidth=0.1)  # a second in all
+    sweep = preload.Sweep(histories=(128,), new=8, rows=2, repeats=1, bandwidth=0.1, buffers=(layers,))  # a second in all
     bench = Preload(model, sweep, tmp_path)
-    first = bench._opened()
-    bench._ask(first, 128, [[], []])
-    first.close()
-    bench.samples[128] = bench._interleave(128, {WAITING: 0, POOL: 0, FORMULA: layers})
-    [waiting], [ahead] = bench.samples[128][WAITING], bench.samples[128][FORMULA]
-    assert ahead < waiting - 500, "all of them were"
-    assert bench._enough(128) == layers, "next to nothing is computed meanwhile"
+    bench.results()
+    found = {way: each[0] for way, each in bench.samples[128].items()}
+    assert found[f"{layers} layers ahead"] < found[WAITING] - 500, "all of them were"
+    assert bench.enough[128] == layers and found[FORMULA] < found[WAITING] - 500, "next to nothing is computed meanwhile"
 
 
 def test_what_is_loaded_may_be_modules(model: Model, tmp_path: Path) -> None:
