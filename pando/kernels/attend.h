@@ -30,6 +30,7 @@ typedef struct {
     int32_t count, longer, threads, T, H, K, D; /* chains, and those of them behind which all are short */
     int32_t columns; /* packed queries from which they are the lanes of vectors */
     int32_t moves;
+    int32_t together; /* heads that a thread looks at by tiles, block by block */
     float scale; /* times log2(e): inside the kernel weights are powers of 2 */
 } Work;
 
@@ -37,19 +38,19 @@ typedef struct {
 typedef struct {
     float q[ROWS * SIZE], acc[ROWS * SIZE], scores[ROWS * KEYS], copy[KEYS * SIZE];
 #ifdef TILES
-    el keys[LONG * SIZE];
+    el keys[LONG * SIZE], some[DEPTH * SIZE]; /* copies of what is not in one piece: keys of a block, and some values */
     float block_scores[2][LONG * SIDE];
-    pair_of_el weights[2][LONG / 2 * SIDE], values[2][LONG / 2 * SIZE];
-    float sums[ROWS], fresh[SIDE]; /* all, and those of a unit */
+    pair_of_el weights[2][LONG / 2 * SIDE], values[LONG / 2 * SIZE];
+    float sums[ROWS * SIZE / DEPTH], peaks[ROWS * SIZE / DEPTH]; /* of all heads' columns */
 #endif
     vec sum[ROWS];
     float peak[ROWS];
 } __attribute__((aligned(LINE))) Desk;
 
-/* Keys of one head. */
+/* Keys of some heads. */
 typedef struct {
     const int32_t *slots;
-    int count, head;
+    int count, head, heads;
 } Block;
 
 static inline int rows_of_tile(const Work *w, const Tile *tile) { return tile->pairs * (w->H / w->K); }
@@ -76,7 +77,7 @@ static inline int64_t place_of(const Work *w, const Tile *tile, int h, int r) {
 /* Has a key and its value fetched: a head's rows lie too far apart for the processor to guess. */
 static inline void ask_for(const Work *w, const Block *block, int j) {
     int64_t place = ((int64_t)block->slots[j] * w->K + block->head) * w->D;
-    for (int d = 0; d < w->D; d += LINE / sizeof(el)) {
+    for (int d = 0; d < w->D * block->heads; d += LINE / sizeof(el)) {
         __builtin_prefetch(w->k + place + d, 0, CACHE);
         __builtin_prefetch(w->v + place + d, 0, CACHE);
     }
@@ -88,25 +89,35 @@ static inline void ask_for(const Work *w, const Block *block, int j) {
 #include "by_tiles.h"
 #endif
 
-/* A task is one head of a chain, head by head, so that its keys stay in the cache; or a short chain, all of whose heads lie side by side. */
-static inline int tasks_of(const Work *w) { return w->longer * w->K + w->count - w->longer; }
+/* Heads of a task from h on: their keys lie side by side, and come from memory sooner together. */
+static inline int heads_of(const Work *w, int h) { return w->K - h < w->together ? w->K - h : w->together; }
+
+/* A task is some heads of a chain; or a short chain, all of whose heads lie side by side. */
+static inline int tasks_of(const Work *w) { return w->longer * ((w->K - 1) / heads_of(w, 0) + 1) + w->count - w->longer; }
 
 static inline Block first_block(const Work *w, int chain, int h) {
     const Tile *tile = w->tiles + w->chains[chain];
-    return (Block){w->slots + tile->slots + tile->from, tile->to - tile->from, h};
+    return (Block){w->slots + tile->slots + tile->from, tile->to - tile->from, h, heads_of(w, h)};
+}
+
+static inline int chain_of(const Work *w, int task, int *h) {
+    int rest = task - (tasks_of(w) - w->count + w->longer);
+    *h = rest < 0 ? task / w->longer * heads_of(w, 0) : 0;
+    return rest < 0 ? task % w->longer : w->longer + rest;
 }
 
 static Block begin_of(const Work *w, int task) {
+    int h;
     if (task >= tasks_of(w)) return (Block){0};
-    int rest = task - w->longer * w->K;
-    return rest < 0 ? first_block(w, task % w->longer, task / w->longer) : first_block(w, w->longer + rest, 0);
+    int chain = chain_of(w, task, &h);
+    return first_block(w, chain, h);
 }
 
 static void attend_chain(const Work *w, int chain, int h, Block next, Desk *desk) {
     const Tile *tile = w->tiles + w->chains[chain], *last = w->tiles + w->chains[chain + 1];
 #ifdef TILES
     if (w->D % DEPTH == 0 && tiles_granted()) { /* few queries, too: most columns are idle then, and still it is faster */
-        look_by_tiles(w, tile, last, h, next, desk);
+        look_by_tiles(w, tile, last, h, heads_of(w, h), next, desk);
         return;
     }
 #endif
@@ -115,12 +126,9 @@ static void attend_chain(const Work *w, int chain, int h, Block next, Desk *desk
 }
 
 static void do_task(const Work *w, int task, Desk *desk) {
-    int rest = task - w->longer * w->K;
+    int h, chain = chain_of(w, task, &h), heads = heads_of(w, h), end = chain < w->longer ? h + heads : w->K;
     Block next = begin_of(w, task + w->threads); /* threads take turns */
-    if (rest < 0) attend_chain(w, task % w->longer, task / w->longer, next, desk);
-    else
-        for (int h = 0, chain = w->longer + rest; h < w->K; h++)
-            attend_chain(w, chain, h, h + 1 < w->K ? first_block(w, chain, h + 1) : next, desk);
+    for (; h < end; h += heads) attend_chain(w, chain, h, h + heads < end ? first_block(w, chain, h + heads) : next, desk);
 }
 
 /* What up to WIDTH heads of a token, from h on, find in all of its parts. A part that saw nothing weighs nothing; who saw nothing at all

@@ -26,7 +26,7 @@ static inline vec nibbles_of(float scale, float offset) {
 #endif
 
 /* Weights u * WIDTH and on of a block. The first 16 of 32 nibbles are the lower halves of bytes; a byte is 128 more than it means. */
-static inline __attribute__((always_inline)) vec weights_of(int kind, const uint8_t *block, int u) {
+ALWAYS vec weights_of(int kind, const uint8_t *block, int u) {
     if (kind == HALVES) {
         half_vec upper;
         memcpy(&upper, block + u * sizeof upper, sizeof upper);

@@ -10,7 +10,7 @@
 #define VECTORS 3
 
 /* scores [vectors, KEYS, WIDTH] of up to KEYS keys for queries [vectors, D, WIDTH], of which n vectors are taken at a time. */
-static inline __attribute__((always_inline)) void score_some(const float *q, int n, const float *const *keys, int count, int D, float *scores) {
+ALWAYS void score_some(const float *q, int n, const float *const *keys, int count, int D, float *scores) {
     for (int j = 0; j < count; j += ABREAST) {
         vec sum[ABREAST][VECTORS] = {{{0}}};
         const float *b[ABREAST];
@@ -27,7 +27,7 @@ static inline __attribute__((always_inline)) void score_some(const float *q, int
 }
 
 /* acc [vectors, D, WIDTH] += weights [vectors, KEYS, WIDTH] of up to KEYS values, for n vectors, added up by themselves as in `gather`. */
-static inline __attribute__((always_inline)) void gather_some(const float *weights, int n, const float *const *values, int count, int D, float *acc) {
+ALWAYS void gather_some(const float *weights, int n, const float *const *values, int count, int D, float *acc) {
     int d = 0;
     for (; d + ABREAST <= D; d += ABREAST) {
         vec sum[ABREAST][VECTORS] = {{{0}}};

@@ -131,7 +131,7 @@ static inline void rows_of(const el *pool, const int32_t *slots, int count, int 
 
 /* What comes behind a tile of a chain. */
 static inline Block behind_of(const Work *w, const Tile *tile, const Tile *last, int h, Block next) {
-    return tile + 1 < last ? (Block){w->slots + tile[1].slots + tile[1].from, tile[1].to - tile[1].from, h} : next;
+    return tile + 1 < last ? (Block){w->slots + tile[1].slots + tile[1].from, tile[1].to - tile[1].from, h, 1} : next;
 }
 
 /* The next keys of a tile, from `from` to `to` at most, as fp32; answers how many. With the last of them, or with each, those behind them
@@ -140,7 +140,7 @@ static inline int keys_of(
     const Work *w, const Tile *tile, int from, int to, int h, Block behind, int each, float *scratch, const float **keys) {
     int count = to - from < KEYS ? to - from : KEYS, left = to - from - count;
     rows_of(w->k, w->slots + tile->slots + from, count, w->K, h, w->D, scratch, keys);
-    if (left) behind = (Block){w->slots + tile->slots + from + count, each ? left : 0, h};
+    if (left) behind = (Block){w->slots + tile->slots + from + count, each ? left : 0, h, 1};
     for (int j = 0; j < behind.count && j < KEYS; j++) ask_for(w, &behind, j);
     return count;
 }

@@ -31,7 +31,7 @@ static inline void dots_4x4(const el *const w[4], const el *const x[4], int n, c
 #define MADE 2 /* tiles of weights that are widened ahead of the products */
 
 /* 32 weights of a row, as the plain ones are: in one piece where that can be, for a tile that loads what was stored in two waits for it. */
-static inline __attribute__((always_inline)) void widen_row(int kind, const uint8_t *row, el *to) {
+ALWAYS void widen_row(int kind, const uint8_t *row, el *to) {
     const int group = kind == SHORT ? 16 : 32, bytes = group / 4 * kind;
 #if defined(WIDE) && defined(__AVX512BF16__) && defined(__AVX512BW__)
     if (kind == NIBBLES) { /* one of sixteen, which are there twice, since five bits of a number count */
@@ -51,7 +51,7 @@ static inline __attribute__((always_inline)) void widen_row(int kind, const uint
 #endif
 }
 
-static inline __attribute__((always_inline)) void widen_of(int kind, const uint8_t *w, int64_t stride, el *to) {
+ALWAYS void widen_of(int kind, const uint8_t *w, int64_t stride, el *to) {
     for (int r = 0; r < SIDE; r++) widen_row(kind, w + r * stride, to + r * DEPTH);
 }
 
@@ -167,7 +167,7 @@ void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O
 }
 
 /* Four rows of weights against one or four rows of input. The weights behind them are asked for meanwhile, if they will be wanted. */
-static inline __attribute__((always_inline)) void dots_blocks(
+ALWAYS void dots_blocks(
     int kind, const uint8_t *const w[4], const float *const x[4], int columns, int I, int wanted, float out[4][4]) {
     const int group = kind == SHORT ? 16 : 32, bytes = group / 4 * kind;
     vec sum[4][4] = {{{0}}};
@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void dots_blocks(
     }
 }
 
-static inline __attribute__((always_inline)) void linear_of(
+ALWAYS void linear_of(
     int kind, const float *x, const uint8_t *w, const el *bias, el *y, int T, int I, int O) {
     const int64_t stride = (int64_t)I / 4 * kind;
 #pragma omp parallel for schedule(static)

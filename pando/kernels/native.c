@@ -19,6 +19,8 @@
 /* Behind all headers, whose functions are others': what is defined here is called here, whatever else a process has of that name. */
 #pragma GCC visibility push(protected)
 
+#define ALWAYS static inline __attribute__((always_inline))
+
 #ifdef WIDTH /* lanes of a vector, as on another machine */
 #elif defined(__AVX512F__)
 #define WIDTH 16

@@ -48,7 +48,7 @@ class Work(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen")),
         *((name, ctypes.c_void_p) for name in ("starts", "of", "moved", "turns", "queries", "parts", "peaks", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves")),
+        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves", "together")),
         ("scale", ctypes.c_float),
     ]
 
@@ -286,8 +286,8 @@ class NativeLowering:
         left = self._share_out(reads, dense, positions)
         threads = torch.get_num_threads()
         tiles = library.tiles and geometry.head_dim % DEPTH == 0
-        rows = ROWS if tiles else VECTOR_ROWS
-        self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, threads=threads, chained=tiles)
+        rows, heads = (ROWS, LARGEST_HEAD // geometry.head_dim) if tiles else (VECTOR_ROWS, 1)
+        self._tiling = Tiling(reads, left, self._count, geometry, rows=rows, keys=TILE_KEYS, threads=threads, heads=heads, chained=tiles)
         floats = partial(torch.empty, dtype=torch.float32, device="cpu")  # for C: a process may have other defaults
         self._parts = floats(self._tiling.parts, geometry.heads, geometry.head_dim)
         scores = floats(2, self._tiling.parts * geometry.heads + LANES)[:, :-LANES]  # as many more may be read
@@ -336,7 +336,7 @@ class NativeLowering:
             None, None, None, self._out.data_ptr(), slopes, *(array.ctypes.data for array in arrays), *moved,
             self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
             len(tiling.chains) - 1, tiling.longer, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, self._columns,
-            0 if tiling.turn is None else len(tiling.turn), g.scale * LOG2_E,
+            0 if tiling.turn is None else len(tiling.turn), tiling.together, g.scale * LOG2_E,
         )  # fmt: skip
 
     def attend(self, q: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -102,15 +102,16 @@ typedef uint16_t words __attribute__((vector_size(64)));
 #define LOW(i) i, 32 + i, 1 + i, 33 + i, 2 + i, 34 + i, 3 + i, 35 + i
 #define HIGH(i) LOW(4 + i)
 
-/* Four times eight elements, one behind the other. */
-static inline words of_four(const el *const rows[], int apart, int d) {
+/* Eight elements of each of four rows that are `apart`, one behind the other. */
+static inline words of_four(const el *row, int64_t apart) {
 #ifdef __AVX512F__
-    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[0] + d)));
-    for (int i = 1; i < 4; i++) x = _mm512_mask_broadcast_i32x4(x, 0xf << 4 * i, _mm_loadu_si128((const __m128i *)(rows[i * apart] + d)));
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(row + apart)), 1);
+    for (int i = 2; i < 4; i++) x = _mm512_mask_broadcast_i32x4(x, 0xf << 4 * i, _mm_loadu_si128((const __m128i *)(row + i * apart)));
     return (words)x;
 #else
     words x;
-    for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, rows[i * apart] + d, 16);
+    for (int i = 0; i < 4; i++) memcpy((char *)&x + 16 * i, row + i * apart, 16);
     return x;
 #endif
 }
@@ -122,12 +123,12 @@ static inline void riffle(const words x[8], words y[8]) {
     }
 }
 
-/* to [32, 32]: elements of 32 rows, transposed. Eight vectors of eight are riffled like cards: of the number of its vector each element gives
-   one bit for one of its place in it, and after three times they have changed. */
-static __attribute__((noinline)) void transpose_values(const el *const rows[DEPTH], el *to) {
-    for (int e = 0; e < DEPTH; e += 8, to += 8 * DEPTH) {
+/* to [D, 32]: 32 rows of D elements, which are `apart`, transposed. Eight vectors of eight are riffled like cards: of the number of its vector
+   each element gives one bit for one of its place in it, and after three times they have changed. */
+static inline void transpose_values(const el *rows, int64_t apart, int D, el *to) {
+    for (int e = 0; e < D; e += 8, to += 8 * DEPTH) {
         words x[8], y[8];
-        for (int i = 0; i < 8; i++) x[i] = of_four(rows + i, 8, e);
+        for (int i = 0; i < 8; i++) x[i] = of_four(rows + i * apart + e, 8 * apart);
         riffle(x, y);
         riffle(y, x);
         riffle(x, y);
@@ -140,10 +141,10 @@ static __attribute__((noinline)) void transpose_values(const el *const rows[DEPT
 
 /* Of sixteen rows of sixteen lanes the first four columns. */
 static inline void first_columns(const float *from, sixteen to[4]) {
-    const el *rows[SIDE];
+    const el *rows = (const el *)from;
+    int64_t apart = SIDE * sizeof *from / sizeof(el);
     sixteen x[4], low[2], high[2];
-    for (int i = 0; i < SIDE; i++) rows[i] = (const el *)(from + i * SIDE);
-    for (int i = 0; i < 4; i++) x[i] = (sixteen)of_four(rows + i, 4, 0);
+    for (int i = 0; i < 4; i++) x[i] = (sixteen)of_four(rows + i * apart, 4 * apart);
     for (int i = 0; i < 2; i++) low[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], LOW_LANE);
     for (int i = 0; i < 2; i++) high[i] = PICK(sixteen, x[2 * i], x[2 * i + 1], HIGH_LANE);
     to[0] = PICK(sixteen, low[0], low[1], LOW_2), to[1] = PICK(sixteen, low[0], low[1], HIGH_2);
@@ -172,7 +173,7 @@ static inline void unpack_sums(const float *sums, int D, float *const *rows, int
 
 /* 2^x of four vectors for `store_pairs`: 1e-4 relative, a fraction of what a bfloat16 keeps. Exactly 0 of minus infinity, more than LARGE
    where it is too large for a float, and NaN stays NaN. */
-static inline void powers_roughly(vec x[4]) {
+ALWAYS void powers_roughly(vec x[4]) {
     vec f[4], p[4];
 #if defined(WIDE) && defined(__AVX512DQ__)
     for (int i = 0; i < 4; i++) f[i] = (vec)_mm512_reduce_ps((__m512)x[i], 1); /* less the next lower whole number */
@@ -195,7 +196,7 @@ static inline void powers_roughly(vec x[4]) {
 }
 
 /* Weights of two keys, for WIDTH columns, as pairs of elements; answers `sum` and what was kept of them. */
-static inline vec store_pairs(pair_of_el *to, vec one, vec other, vec sum) {
+ALWAYS vec store_pairs(pair_of_el *to, vec one, vec other, vec sum) {
 #ifdef CUT
     const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302), ones = _mm512_set1_epi32(0x3f803f80);
     __m512i both = _mm512_mask_shuffle_epi8((__m512i)other, 0x3333333333333333, (__m512i)one, upper);

@@ -20,6 +20,7 @@ Numbers = NDArray[np.int64]
 
 GRAIN = 64  # keys of which a cut is a multiple
 SHORT = 128  # keys of a chain whose heads are looked at by one thread
+PIECES_PER_THREAD = 2  # of reads, if each is cut as often as it may be: with fewer, heads are shared out, too
 TASKS_PER_THREAD = 3  # from which the last to finish keeps nobody waiting for long
 SIDE, BESIDE = 16, 96  # as many packed queries, and keys, take as long as what is done for every key, and for every read
 
@@ -33,11 +34,11 @@ class Left(NamedTuple):
 
 
 class Tiling:
-    """A read is cut into so many tiles that all `threads` are kept busy, but none of less than `keys` keys for that. `chained`:
-    neighbouring reads with the same queries are cut as if they were one."""
+    """A read is cut into so many tiles that all `threads` are kept busy, but none of less than `keys` keys for that. `heads`: so many of a tile
+    had better be looked at by one thread, `together`. `chained`: neighbouring reads with the same queries are cut as if they were one."""
 
     def __init__(
-        self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, threads: int, chained: bool
+        self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, threads: int, heads: int, chained: bool
     ) -> None:
         self._geometry, self._threads = geometry, threads
         self.slots: Ints = np.add.outer(reads.pages * reads.page_size, np.arange(reads.page_size, dtype=np.int32)).reshape(-1)
@@ -45,7 +46,10 @@ class Tiling:
         self._first = np.repeat(reads.first, queries)
         self.reader, self._shifts = reads.queries.astype(np.int64), reads.shifts
         run = _runs(reads) if chained else np.arange(len(reads))
-        answered = self._tile(reads, left, run, max(1, rows // (geometry.heads // geometry.kv_heads)), keys)
+        pairs = max(1, rows // (geometry.heads // geometry.kv_heads))
+        pieces = ((left.end - left.begin) // keys * -(-queries // pairs)).sum()
+        self.together = min(heads, geometry.kv_heads) if pieces >= PIECES_PER_THREAD * threads else 1
+        answered = self._tile(reads, left, run, pairs, keys)
         self._list_parts(np.concatenate((left.owners, answered)), count)
         self._find_moved(count)
 
@@ -80,14 +84,14 @@ class Tiling:
         return answered
 
     def _tasks_of(self, queries: Numbers, length: Numbers, total: Numbers) -> NDArray[np.float64]:
-        """Of each read, for one head, by the keys of its own and of its run. If there are enough short reads behind all others, they keep
-        everyone busy while the last of those ends, and those need not be cut."""
-        heads = self._geometry.kv_heads
-        each = queries * (self._geometry.heads // heads) / SIDE + 1
+        """Of each read, by the keys of its own and of its run: how often it had better be cut. If there are enough short reads behind all
+        others, they keep everyone busy while the last of those ends, and those need not be cut."""
+        each = queries * (self._geometry.heads // self._geometry.kv_heads) / SIDE + 1
         last = np.flatnonzero(total > SHORT).max(initial=-1) + 1
         short = np.where(length > 0, (length + BESIDE) * each, 0.0)[last:].sum()
-        gap = (total + BESIDE) * each / heads * (self._threads - 1)
-        tasks: NDArray[np.float64] = np.minimum(TASKS_PER_THREAD * self._threads / heads, gap / short if short else np.inf)
+        parts = -(-self._geometry.kv_heads // self.together)
+        gap = (total + BESIDE) * each / parts * (self._threads - 1)
+        tasks: NDArray[np.float64] = np.minimum(TASKS_PER_THREAD * self._threads / parts, gap / short if short else np.inf)
         return tasks
 
     def _longer(self, keys: Numbers) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pando.kernels import reference
+from pando.kernels import native, reference
 from pando.kernels.cpu import Lowering, Run, Square
 from pando.kernels.native import DENSE_QUERIES, DENSE_SQUARE, Dense, NativeLowering, supports
 from pando.kernels.reads import Reads, joined
@@ -216,6 +216,33 @@ def test_attention_by_tiles_equals_the_definition(positions: str) -> None:
     for seed in range(12):
         case = Case(seed, positions, torch.bfloat16, shape=((1, 3, 8)[seed % 3], (32, 64, 80, 96, 128, 256)[seed // 2]))
         case.check(case.by_tiles(), case.positions)
+
+
+@pytest.mark.parametrize("size", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (3, 20), (5, 8), (9, 1)])  # as many as there are, two groups each, a rest behind
+@pytest.mark.usefixtures("few_threads")
+def test_heads_that_are_looked_at_together_find_what_each_does_alone(
+    kv_heads: int, group: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block all of them have their turn; modules that follow each other, moved and not, and rows of their own."""
+    monkeypatch.setattr(native, "TILE_KEYS", 64)
+    for seed, positions in enumerate(("rope", "alibi")):
+        case = Case(seed, positions, torch.bfloat16, shape=(group, size, kv_heads), tails=(1, 64, 300), rows=3)
+        case._reads.clear()
+        case.counts = [5, 1, 1]
+        bases = [0, 0, 0]
+        for length, readers in ((130, 3), (64, 3), (190, 2), (31, 2)):
+            shifts = [base + (4 if length == 190 else 0) for base in bases[:readers]]
+            bases[:readers] = [shift + length for shift in shifts]
+            queries = [query for row in range(readers) for query in case._queries(row)]
+            moves = [shift for row, shift in enumerate(shifts) for _ in case._queries(row)]
+            case.write(case.add(length, 0, queries, moves))
+        case.positions = case._tails(bases)
+        paths = case.by_tiles()
+        for path in paths.values():
+            assert isinstance(path, NativeLowering)
+            assert path._tiling.together == min(kv_heads, 256 // size)
+        case.check(paths, case.positions)
 
 
 @pytest.mark.parametrize("length", [1, 31, 33, 63, 65, 126, 127, 128, 129, 130, 255, 257, 700])
