@@ -27,7 +27,7 @@ typedef struct {
     el *queries;                         /* if there are any: room for those of the step, and these behind them */
     float *parts;                        /* partial results [parts, H, D] */
     float *peaks, *sums;                 /* of each the score, to base 2, that weighs 1, and the sum of weights, [parts, H]: a vector more is read */
-    int32_t count, longer, threads, T, H, K, D; /* chains, and those of them behind which all are short */
+    int32_t count, longer, T, H, K, D; /* chains, and those of them behind which all are short */
     int32_t columns; /* packed queries from which they are the lanes of vectors */
     int32_t moves;
     int32_t together; /* heads that a thread looks at by tiles, block by block */
@@ -125,9 +125,9 @@ static void attend_chain(const Work *w, int chain, int h, Block next, Desk *desk
     else look_by_vectors(w, tile, last, h, next, desk);
 }
 
-static void do_task(const Work *w, int task, Desk *desk) {
+static void do_task(const Work *w, int task, int behind, Desk *desk) {
     int h, chain = chain_of(w, task, &h), heads = heads_of(w, h), end = chain < w->longer ? h + heads : w->K;
-    Block next = begin_of(w, task + w->threads); /* threads take turns */
+    Block next = begin_of(w, behind);
     for (; h < end; h += heads) attend_chain(w, chain, h, h + heads < end ? first_block(w, chain, h + heads) : next, desk);
 }
 
@@ -155,6 +155,7 @@ static void merge(const Work *w, int t, int h) {
 
 void attend(const Work *plan, const el *q, const el *k, const el *v) {
     Work work = *plan, *w = &work;
+    int taken = 0, tasks = tasks_of(w);
     w->q = q, w->k = k, w->v = v;
 #pragma omp parallel
     {
@@ -162,11 +163,18 @@ void attend(const Work *plan, const el *q, const el *k, const el *v) {
 #ifdef TILES
         if (tiles_granted()) tiles_begin();
 #endif
-#pragma omp for schedule(dynamic)
-        for (int task = 0; task < tasks_of(w); task++) do_task(w, task, &desk);
+        int task, behind; /* whose it is is known before the task ahead of it begins: what it needs first is fetched meanwhile */
+#pragma omp atomic capture
+        behind = taken++;
+        while ((task = behind) < tasks) {
+#pragma omp atomic capture
+            behind = taken++;
+            do_task(w, task, behind, &desk);
+        }
 #ifdef TILES
         if (tiles_granted()) tiles_end();
 #endif
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (int place = 0; place < w->T * ((w->H + WIDTH - 1) / WIDTH); place++) merge(w, place % w->T, place / w->T * WIDTH);
     }

@@ -296,14 +296,14 @@ ALWAYS void go_round(
 static inline void fetch_next(const Look *look, Fetch *f, const Unit *unit) {
     Block block = look->next;
     const Tile *tile = unit->tile;
-    int at = unit->from + LONG, rounds = look->heads * look->groups, last = 0;
+    int at = unit->from + LONG, units = look->heads * look->groups, rounds = units;
     if (at < unit->end) block = (Block){look->w->slots + tile->slots + at, unit->end - at, look->h, look->heads};
     else if (++tile < look->last) block = (Block){look->w->slots + tile->slots + tile->from, tile->to - tile->from, look->h, look->heads};
-    else last = unit->place + 1 == rounds;
-    int count = block.count < LONG ? block.count : LONG, begin = count * unit->place / rounds;
+    else rounds += 2;
+    int count = block.count < LONG ? block.count : LONG, begin = count * unit->place / rounds, behind = unit->place + 1 == units ? rounds : unit->place + 1;
     ask(f, LONG);
-    f->block = (Block){block.slots + begin, count * (unit->place + 1) / rounds - begin, block.head, block.heads};
-    f->each = f->block.count / ((last ? 4 : 2) * unit->depth * 4) + 1;
+    f->block = (Block){block.slots + begin, count * behind / rounds - begin, block.head, block.heads};
+    f->each = f->block.count / ((behind - unit->place) * 2 * unit->depth * 4) + 1;
     f->asked = 0;
 }
 

@@ -48,7 +48,7 @@ class Work(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen")),
         *((name, ctypes.c_void_p) for name in ("starts", "of", "moved", "turns", "queries", "parts", "peaks", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "longer", "threads", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves", "together")),
+        *((name, ctypes.c_int32) for name in ("count", "longer", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves", "together")),
         ("scale", ctypes.c_float),
     ]
 
@@ -335,7 +335,7 @@ class NativeLowering:
         return Work(
             None, None, None, self._out.data_ptr(), slopes, *(array.ctypes.data for array in arrays), *moved,
             self._parts.data_ptr(), self._peaks.data_ptr(), self._sums.data_ptr(),
-            len(tiling.chains) - 1, tiling.longer, torch.get_num_threads(), self._count, g.heads, g.kv_heads, g.head_dim, self._columns,
+            len(tiling.chains) - 1, tiling.longer, self._count, g.heads, g.kv_heads, g.head_dim, self._columns,
             0 if tiling.turn is None else len(tiling.turn), tiling.together, g.scale * LOG2_E,
         )  # fmt: skip
 
