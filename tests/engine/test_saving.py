@@ -94,7 +94,6 @@ def nothing_remains(engine: Engine, saved: int = 0) -> None:
     """Of what was given up: no slot, no pin, no page."""
     whole(engine)
     store = store_of(engine)
-    store._saver.settle()
     assert not begun(engine) and not len(store._departures) and not store._queued
     assert len(store.host) == saved and store.host.free == store.host.pages - saved
 

@@ -75,9 +75,10 @@ def settled(engine: Engine) -> None:
 
 
 def quiet(engine: Engine) -> bool:
-    """Have the threads that move bytes nothing to do?"""
+    """Have the threads that move bytes nothing to do? What was given up is gone from host memory, too."""
     reached = threading.Event()
     assert engine.store is not None
+    engine.store._saver.settle()
     engine.store._writer.post(reached.set)
     return reached.wait(10) and not engine.store.busy
 
