@@ -62,13 +62,43 @@ static inline void widen(int kind, const uint8_t *w, int64_t stride, el *to) {
     else widen_of(SHORT, w, stride, to);
 }
 
-/* y [T, O] = x [T, I] w [O, I]' + bias: 16 outputs at a time for up to 64 rows of input, which are transposed first; weights are read
-   where they lie, or widened, each block while the next is being fetched. Answers 0, and has done nothing, where it cannot. */
+/* Sixteen rows of weights against up to four groups of inputs; or, if they lie in one or two `places`, against up to two. As many weights
+   behind these are asked for, if they are `wanted`. */
+ALWAYS void multiply(
+    int kind, const uint8_t *const weights[2], int places, const pair_of_el *b, int count, int steps, int wanted, el made[][SIDE * DEPTH]) {
+    const int64_t stride = (int64_t)steps * DEPTH / 4 * kind, step = DEPTH / 4 * kind, apart = (int64_t)steps * PACKED;
+    int plain = kind == HALVES;
+    ZERO(0); ZERO(1); ZERO(2); ZERO(3);
+    for (int s = 0; s < MADE && s < steps && !plain; s++) widen(kind, weights[0] + s * step, stride, made[s]);
+    for (int s = 0; s < steps; s++, b += PACKED) {
+        if (wanted)
+            for (int line = 0; line < SIDE * step; line += 64) {
+                __builtin_prefetch(weights[0] + SIDE * (stride + s * step) + line, 0, CACHE);
+                if (places > 1) __builtin_prefetch(weights[1] + SIDE * (stride + s * step) + line, 0, CACHE);
+            }
+        if (plain) LOAD(4, weights[0] + s * step, stride);
+        else LOAD(4, made[s % (2 * MADE)], 64);
+        LOAD(5, b, 64); DOT(0, 4, 5);
+        if (count > 1) { LOAD(6, b + apart, 64); DOT(1, 4, 6); }
+        if (places > 1) {
+            LOAD(4, weights[1] + s * step, stride); DOT(2, 4, 5);
+            if (count > 1) DOT(3, 4, 6);
+        }
+        if (count > 2) { LOAD(5, b + 2 * apart, 64); DOT(2, 4, 5); }
+        if (count > 3) { LOAD(6, b + 3 * apart, 64); DOT(3, 4, 6); }
+        if (!plain && s + MADE < steps) widen(kind, weights[0] + (s + MADE) * step, stride, made[(s + MADE) % (2 * MADE)]);
+    }
+}
+
+/* y [T, O] = x [T, I] w [O, I]' + bias: 16 outputs at a time for up to 64 rows of input, which are transposed first; weights are read where
+   they lie, or widened, each block while the next is being fetched. With few rows of input there is room for as many outputs elsewhere: memory
+   is read sooner in two places at once. Answers 0, and has done nothing, where it cannot. */
 static int linear_tiles(const el *x, const uint8_t *w, int kind, const el *bias, el *y, int T, int I, int O) {
     int groups = (T + SIDE - 1) / SIDE, steps = I / DEPTH, plain = kind == HALVES;
-    const int64_t stride = (int64_t)I / 4 * kind, step = DEPTH / 4 * kind;
+    int places = plain && groups <= 2 ? 2 : 1, per = 4 / places, each = (O / SIDE + places - 1) / places * SIDE;
+    const int64_t stride = (int64_t)I / 4 * kind, apart = (int64_t)steps * PACKED;
     if (I % DEPTH || O % SIDE || !tiles_granted()) return 0;
-    pair_of_el *packed = aligned_alloc(64, (size_t)groups * steps * SIDE * SIDE * sizeof(pair_of_el));
+    pair_of_el *packed = aligned_alloc(64, (size_t)groups * steps * PACKED * sizeof(pair_of_el));
     if (!packed) return 0;
 #pragma omp parallel
     {
@@ -79,43 +109,28 @@ static int linear_tiles(const el *x, const uint8_t *w, int kind, const el *bias,
             int t = part / steps * SIDE, count = T - t < SIDE ? T - t : SIDE;
             const el *rows[SIDE];
             for (int i = 0; i < count; i++) rows[i] = x + (int64_t)(t + i) * I + part % steps * DEPTH;
-            transpose_pairs(rows, count, packed + (int64_t)part * SIDE * SIDE, SIDE);
+            transpose_pairs(rows, count, packed + (int64_t)part * PACKED, SIDE);
         }
 #pragma omp for schedule(static)
-        for (int o = 0; o < O; o += SIDE) {
-            const uint8_t *weights = w + o * stride;
-            vec offset[SIDE / WIDTH];
-            for (int r = 0; r < SIDE; r += WIDTH) offset[r / WIDTH] = bias ? load(bias + o + r) : all(0);
+        for (int o = 0; o < each; o += SIDE) {
+            const uint8_t *weights[2] = {w + o * stride, w + (o + each) * stride};
+            int here = o + each < O ? places : 1;
             for (int first = 0; first < groups; first += 4) {
                 int count = groups - first < 4 ? groups - first : 4;
-                const pair_of_el *b = packed + (int64_t)first * steps * SIDE * SIDE;
-                int64_t apart = (int64_t)steps * SIDE * SIDE;
+                const pair_of_el *b = packed + first * apart;
                 sixteen out[4][SIDE];
-                ZERO(0); ZERO(1); ZERO(2); ZERO(3);
-                for (int s = 0; s < MADE && s < steps && !plain; s++) widen(kind, weights + s * step, stride, made[s]);
-                for (int s = 0; s < steps; s++, b += SIDE * SIDE) {
-                    if (!first)
-                        for (int line = 0; line < SIDE * step; line += 64)
-                            __builtin_prefetch(weights + SIDE * (stride + s * step) + line, 0, CACHE);
-                    if (plain) LOAD(4, weights + s * step, stride);
-                    else LOAD(4, made[s % (2 * MADE)], 64);
-                    LOAD(5, b, 64);
-                    DOT(0, 4, 5);
-                    if (count > 1) { LOAD(6, b + apart, 64); DOT(1, 4, 6); }
-                    if (count > 2) { LOAD(5, b + 2 * apart, 64); DOT(2, 4, 5); }
-                    if (count > 3) { LOAD(6, b + 3 * apart, 64); DOT(3, 4, 6); }
-                    if (!plain && s + MADE < steps) widen(kind, weights + (s + MADE) * step, stride, made[(s + MADE) % (2 * MADE)]);
-                }
-                STORE(0, out[0], 64);
-                if (count > 1) STORE(1, out[1], 64);
-                if (count > 2) STORE(2, out[2], 64);
-                if (count > 3) STORE(3, out[3], 64);
-                for (int group = 0; group < count; group++) {
-                    transpose(out[group]);
-                    for (int i = 0, t = (first + group) * SIDE; i < SIDE && t < T; i++, t++) {
-                        const float *row = (const float *)(out[group] + i);
-                        for (int r = 0; r < SIDE; r += WIDTH) store(y + (int64_t)t * O + o + r, load_float(row + r) + offset[r / WIDTH]);
-                    }
+                if (plain) multiply(HALVES, weights, here, b, count, steps, !first, made);
+                else multiply(kind, weights, 1, b, count, steps, !first, made);
+                STORE(0, out[0], 64); STORE(1, out[1], 64); STORE(2, out[2], 64); STORE(3, out[3], 64);
+                for (int n = 0; n < 4; n++) {
+                    int at = o + n / per * each, t = (first + n % per) * SIDE;
+                    if (n / per >= here || n % per >= count) continue;
+                    transpose(out[n]);
+                    for (int i = 0; i < SIDE && t < T; i++, t++)
+                        for (int r = 0; r < SIDE; r += WIDTH) {
+                            vec found = load_float((const float *)(out[n] + i) + r);
+                            store(y + (int64_t)t * O + at + r, bias ? found + load(bias + at + r) : found);
+                        }
                 }
             }
         }
@@ -126,18 +141,25 @@ static int linear_tiles(const el *x, const uint8_t *w, int kind, const el *bias,
 }
 #endif
 
-/* One row of weights against one input: bound by reading the weights, so they are read strictly in order. */
-static inline float dot(const el *w, const el *x, int n) {
-    vec sum[8] = {{0}};
+/* Four rows of weights against one input: bound by reading the weights. Rows far apart come from memory sooner than neighbours, since the
+   processor looks ahead in each of them. */
+static inline void dots_of_four(const el *const w[4], const el *x, int n, float out[4]) {
+    vec sum[4][2] = {{{0}}};
     int i = 0;
-    for (; i + 8 * WIDTH <= n; i += 8 * WIDTH) {
-        for (unsigned line = 0; line < 8 * WIDTH * sizeof(el); line += 64) __builtin_prefetch((const char *)(w + i) + AHEAD + line, 0, CACHE);
-        for (int u = 0; u < 8; u++) sum[u] += load(w + i + u * WIDTH) * load(x + i + u * WIDTH);
+    for (; i + 2 * WIDTH <= n; i += 2 * WIDTH) {
+        vec a = load(x + i), b = load(x + i + WIDTH);
+        for (int r = 0; r < 4; r++) {
+            for (unsigned line = 0; line < 2 * WIDTH * sizeof(el); line += 64) __builtin_prefetch((const char *)(w[r] + i) + AHEAD + line, 0, CACHE);
+            sum[r][0] += load(w[r] + i) * a;
+            sum[r][1] += load(w[r] + i + WIDTH) * b;
+        }
     }
-    for (; i + WIDTH <= n; i += WIDTH) sum[0] += load(w + i) * load(x + i);
-    float rest = total(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
-    for (; i < n; i++) rest += up(w[i]) * up(x[i]);
-    return rest;
+    for (int r = 0; r < 4; r++) {
+        int j = i;
+        for (; j + WIDTH <= n; j += WIDTH) sum[r][0] += load(w[r] + j) * load(x + j);
+        out[r] = total(sum[r][0] + sum[r][1]);
+        for (; j < n; j++) out[r] += up(w[r][j]) * up(x[j]);
+    }
 }
 
 /* y [T, O] = x [T, I] w [O, I]' + bias [O] or none; every weight is read once. */
@@ -145,23 +167,27 @@ void linear(const el *x, const el *w, const el *bias, el *y, int T, int I, int O
 #ifdef TILES
     if (linear_tiles(x, (const uint8_t *)w, HALVES, bias, y, T, I, O)) return;
 #endif
+    int blocks = (O + 3) / 4, apart = T == 1 ? blocks : 1;
 #pragma omp parallel for schedule(static)
-    for (int block = 0; block < (O + 3) / 4; block++) {
-        int o = block * 4, rows = O - o < 4 ? O - o : 4;
-        const el *weights[4];
-        for (int r = 0; r < 4; r++) weights[r] = w + (int64_t)(o + (r < rows ? r : 0)) * I; /* rows past the end repeat, and are dropped */
+    for (int block = 0; block < blocks; block++) {
+        int o = T == 1 ? block : block * 4, rows = 1;
+        const el *weights[4] = {w + (int64_t)o * I};
+        for (; rows < 4 && o + rows * apart < O; rows++) weights[rows] = weights[0] + (int64_t)rows * apart * I;
+        for (int r = rows; r < 4; r++) weights[r] = weights[0]; /* rows past the end repeat, and are dropped */
         for (int t = 0; t < T; t += 4) {
             int columns = T - t < 4 ? T - t : 4;
             float out[4][4];
             if (columns == 1) {
-                for (int r = 0; r < rows; r++) out[r][0] = dot(weights[r], x + (int64_t)t * I, I);
+                float found[4];
+                dots_of_four(weights, x + (int64_t)t * I, I, found);
+                for (int r = 0; r < rows; r++) out[r][0] = found[r];
             } else {
                 const el *inputs[4];
                 for (int c = 0; c < 4; c++) inputs[c] = x + (int64_t)(t + (c < columns ? c : 0)) * I;
-                dots_4x4(weights, inputs, I, t ? 0 : w + (int64_t)(o + 4) * I, out);
+                dots_4x4(weights, inputs, I, t ? 0 : weights[0] + 4 * (int64_t)I, out);
             }
             for (int c = 0; c < columns; c++)
-                for (int r = 0; r < rows; r++) y[(int64_t)(t + c) * O + o + r] = down(out[r][c] + (bias ? up(bias[o + r]) : 0.0f));
+                for (int r = 0, at = o; r < rows; r++, at += apart) y[(int64_t)(t + c) * O + at] = down(out[r][c] + (bias ? up(bias[at]) : 0.0f));
         }
     }
 }
