@@ -48,7 +48,8 @@ class Work(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "slopes", "tiles", "chains", "slots", "query", "seen")),
         *((name, ctypes.c_void_p) for name in ("starts", "of", "moved", "turns", "queries", "parts", "peaks", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "longer", "tokens", "heads", "kv_heads", "head_dim", "columns", "moves", "together")),
+        *((name, ctypes.c_int32) for name in ("count", "longer", "tokens", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("columns", "moves", "together")),
         ("scale", ctypes.c_float),
     ]
 

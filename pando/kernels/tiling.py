@@ -34,8 +34,9 @@ class Left(NamedTuple):
 
 
 class Tiling:
-    """A read is cut into so many tiles that all `threads` are kept busy, but none of less than `keys` keys for that. `heads`: so many of a tile
-    had better be looked at by one thread, `together`. `chained`: neighbouring reads with the same queries are cut as if they were one."""
+    """A read is cut into so many tiles that all `threads` are kept busy, but none of less than `keys` keys for that. `heads`: so many of a
+    tile had better be looked at by one thread, `together`. `chained`: neighbouring reads with the same queries are cut as if they were
+    one."""
 
     def __init__(
         self, reads: Reads, left: Left, count: int, geometry: Geometry, *, rows: int, keys: int, threads: int, heads: int, chained: bool
