@@ -163,12 +163,12 @@ void attend(const Work *plan, const el *q, const el *k, const el *v) {
 #ifdef TILES
         if (tiles_granted()) tiles_begin();
 #endif
-        int task, behind; /* whose it is is known before the task ahead of it begins: what it needs first is fetched meanwhile */
-#pragma omp atomic capture
-        behind = taken++;
+        /* Each thread has one, and takes the next before it begins: what that needs first is fetched meanwhile. */
+        int threads = omp_get_num_threads(), task, behind = omp_get_thread_num();
         while ((task = behind) < tasks) {
 #pragma omp atomic capture
             behind = taken++;
+            behind += threads;
             do_task(w, task, behind, &desk);
         }
 #ifdef TILES

@@ -16,6 +16,10 @@
 #include <unistd.h>
 #endif
 
+/* As in omp.h, which not every compiler has. */
+int omp_get_num_threads(void);
+int omp_get_thread_num(void);
+
 /* Behind all headers, whose functions are others': what is defined here is called here, whatever else a process has of that name. */
 #pragma GCC visibility push(protected)
 
